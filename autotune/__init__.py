@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autotune.given import give as _give
+from autotune.lazy import give as _give
 from autotune.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ def _later(module: str, name: str) -> Callable[..., Any]:
 
 
 _give(
-    in_short=_later("autotune.report.text", "in_short"),
-    page=_later("autotune.report.text", "page"),
+    in_short=_later("autotune.report.answer", "in_short"),
+    page=_later("autotune.report.answer", "page"),
     export=_later("autotune.export", "of_result"),
     task_of_loop=_later("autotune.integrations.loops", "task_of"),
 )

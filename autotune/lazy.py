@@ -1,9 +1,15 @@
-"""torch, imported when it is first used: whoever searches needs none, and importing it takes seconds."""
+"""What is used before it is imported: torch, and the work behind public methods whose classes live below it.
+
+Whoever searches needs no torch, and importing it takes seconds: it is imported when it is first used. `print(result)` is rendered by
+`report`, `result.export` by `export`, `Task.from_loader` by `integrations`. None of these classes imports them:
+`autotune/__init__`, which runs before every other file of the package, gives it to them here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,17 +17,30 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        def __init__(self, name: str) -> None:
-            self._name = name
-
         def __getattr__(self, attribute: str) -> Any:
             if "_module" not in vars(self):
-                self._module = importlib.import_module(self._name)
+                self._module = importlib.import_module("torch")
             return getattr(self._module, attribute)
 
-    torch = _Lazy("torch")
+    torch = _Lazy()
+Function = Callable[..., Any]
+_GIVEN: dict[str, Function] = {}
 
 
 def torch_if_imported() -> Any | None:
     """torch's module where this process has imported it, None where it has not. Waits for another thread that imports it now."""
     return importlib.import_module("torch") if "torch" in sys.modules else None
+
+
+def give(**functions: Function) -> None:
+    """Give the work behind public methods, by name."""
+    _GIVEN.update(functions)
+
+
+def given(name: str) -> Function:
+    """The work behind a public method.
+
+    Raises:
+        KeyError: nothing was given by that name.
+    """
+    return _GIVEN[name]

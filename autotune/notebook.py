@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -14,38 +13,25 @@ def register() -> None:
     if shell is None:
         return
     html = shell.display_formatter.formatters["text/html"]
-    for room, name, sections in (
-        ("autotune.records.result", "Result", _of_result),
-        ("autotune.study.reading", "Study", _of_study),
-        ("autotune.records.capacity", "MemoryPrediction", _of_prediction),
+    for room, name in (
+        ("autotune.records.result", "Result"),
+        ("autotune.study.reading", "Study"),
+        ("autotune.records.capacity", "MemoryPrediction"),
     ):
-        html.for_type_by_name(room, name, _shown(sections))
+        html.for_type_by_name(room, name, _as_html)
 
 
-def _shown(sections: Callable[[Any], Iterable[Any]]) -> Callable[[Any], str]:
-    def show(what: Any) -> str:
-        from autotune.report.html import fragment
-
-        return fragment(sections(what))
-
-    return show
-
-
-def _of_result(result: Any) -> Iterable[Any]:
+def _as_html(what: Any) -> str:
+    from autotune.records.result import Result
     from autotune.report.answer import answer_sections
-    from autotune.techniques import find_techniques
-
-    return answer_sections(result, find_techniques(), model=result.subject.model)
-
-
-def _of_study(study: Any) -> Iterable[Any]:
-    from autotune.report.study import study_sections
-
-    return study_sections(study, model=study.facts.model)
-
-
-def _of_prediction(prediction: Any) -> Iterable[Any]:
     from autotune.report.capacity import prediction_sections
+    from autotune.report.html import fragment
+    from autotune.report.study import study_sections
+    from autotune.study.reading import Study
     from autotune.techniques import find_techniques
 
-    return prediction_sections(prediction, find_techniques())
+    if isinstance(what, Result):
+        return fragment(answer_sections(what, find_techniques(), model=what.subject.model))
+    if isinstance(what, Study):
+        return fragment(study_sections(what, model=what.facts.model))
+    return fragment(prediction_sections(what, find_techniques()))

@@ -6,10 +6,9 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from autotune.lazy import torch
 
 
 class RandomState:
@@ -19,8 +18,6 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         self._device = device
         self._python = random.getstate()
         self._numpy: Any = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
@@ -30,8 +27,6 @@ class RandomState:
 
     def has_moved(self) -> bool:
         """Whether any of the generators has drawn since."""
-        import torch
-
         if not torch.equal(self._cpu, torch.get_rng_state()) or self.has_moved_beside_torch():
             return True
         return self._own is not None and not torch.equal(self._own_state, self._own.get_rng_state(self._device))
@@ -47,8 +42,6 @@ class RandomState:
 
     def restore(self) -> None:
         """Let the generators draw again what they have drawn since."""
-        import torch
-
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
@@ -60,8 +53,6 @@ class RandomState:
 @contextmanager
 def keep_randomness(device: torch.device | None = None) -> Iterator[None]:
     """Restore the random states at the end: those of a device, or by default of the GPU that this process uses, if it does."""
-    import torch
-
     state = RandomState(device or torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
     try:
         yield
@@ -71,8 +62,6 @@ def keep_randomness(device: torch.device | None = None) -> Iterator[None]:
 
 def seed_everything(seed: int) -> None:
     """Seed torch, random and (where it is in use) numpy."""
-    import torch
-
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

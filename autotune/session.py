@@ -17,7 +17,7 @@ from autotune.evaluator import Evaluator
 from autotune.records.config import ALONE, Choice, Config, World
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.task import Task, load_task
-from autotune.task.adapters import accumulates
+from autotune.task.adapters import set_accumulation
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import shares_of
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
@@ -46,7 +46,7 @@ class Session:
         self.device = build.device.torch_device
         self.world = build.world
         self.model = build.model
-        accumulates(build.model, build.config.accumulation_steps)
+        set_accumulation(build.model, build.config.accumulation_steps)
         self.optimizer = build.optimizer
         self.scaler = build.scaler
         self.places = build.places

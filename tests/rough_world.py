@@ -11,7 +11,7 @@ from autotune.prediction.traces import TracedPeak
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support
-from autotune.task.lengths import LengthDistribution
+from autotune.task.unequal_samples import LengthDistribution
 from autotune.techniques import Techniques, find_techniques
 from tests.closed_form import MIB, SUPPORT, ClosedFormRunner, inspection
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.cli.project import read_project
+from autotune.cli.files import read_project
 
 ROOT = Path(__file__).parents[1]
 PROJECT = "[tool.autotune]\nbudget = '1s'\ndevice = 'cuda'\n"
@@ -46,7 +46,7 @@ def test_what_a_user_has_left_and_set_is_seen_by_no_test(tmp_path: Path) -> None
         "import os\n"
         "import pytest\n"
         "from tests.conftest import *\n"
-        "from autotune.cli.project import read_project\n"
+        "from autotune.cli.files import read_project\n"
         "from autotune.study.reading import load_study\n"
         "from autotune.errors import StudyError\n"
         "from pathlib import Path\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from autotune import doctor
-from autotune.doctor import processes, verdicts
+from autotune.doctor import checks, verdicts
 from autotune.doctor.verdicts import State, judge_tested
 from autotune.report.terminal import as_text
 from autotune.units import GIB, MIB
@@ -143,10 +143,10 @@ def test_a_judge_says_what_facts_mean_for_a_search(
 
 
 def test_a_check_that_fails_hangs_or_dies_is_shown_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = doctor._line("name", processes.in_process("no such test", "cpu"), verdicts.judge_limit)
+    failed = doctor._line("name", checks.in_process("no such test", "cpu"), verdicts.judge_limit)
     assert (failed.state, failed.found) == (State.DIFFERS, "KeyError: 'no such test'")
-    monkeypatch.setattr(processes, "CHECK_TIMEOUT_S", 0.0)
-    hung = doctor._line("name", processes.in_process("hold", "cpu"), verdicts.judge_limit)
+    monkeypatch.setattr(checks, "CHECK_TIMEOUT_S", 0.0)
+    hung = doctor._line("name", checks.in_process("hold", "cpu"), verdicts.judge_limit)
     assert (hung.state, "did not end within" in hung.found) == (State.DIFFERS, True)
 
 
@@ -154,12 +154,12 @@ STUCK = """
 from multiprocessing.context import ForkServerProcess
 from autotune import doctor
 from autotune.cli import main
-from autotune.doctor import processes, verdicts
+from autotune.doctor import checks, verdicts
 
 ForkServerProcess.kill = lambda process: None
-processes.CHECK_TIMEOUT_S, processes.RELEASE_S = 0.0, 0.1
-examined = [doctor._line("name", processes.in_process("hold", "cpu"), verdicts.judge_limit)]
-examined.append(doctor._line("kill", processes.kill_and_watch("cpu"), verdicts.judge_release))
+checks.CHECK_TIMEOUT_S, checks.RELEASE_S = 0.0, 0.1
+examined = [doctor._line("name", checks.in_process("hold", "cpu"), verdicts.judge_limit)]
+examined.append(doctor._line("kill", checks.kill_and_watch("cpu"), verdicts.judge_release))
 doctor.examine = lambda device, tell: examined
 raise SystemExit(main(["doctor"]))
 """

@@ -75,14 +75,15 @@ MAY_ASK_FOR_TECHNIQUES = {
     "cli/commands.py",
     "cli/parser.py",
     "study/reading.py",
-    "report/text.py",
-    "export/arguments.py",
+    "report/answer.py",
+    "export/base.py",
     "export/torch.py",
     "integrations/accelerate.py",
     "integrations/lightning.py",
     "integrations/loops.py",
     "integrations/transformers.py",
-    "integrations/words.py",
+    "integrations/base.py",
+    "runners/supervisor.py",
     "runners/worker.py",
     "probe/checks.py",
     "probe/inspection.py",
@@ -200,7 +201,7 @@ def test_the_process_that_searches_imports_no_torch() -> None:
 def test_a_whole_search_runs_without_torch(tmp_path: Path) -> None:
     gpt = PACKAGE.parent / "studies" / "gpt"
     options = ["--replay", str(gpt / "cpu.csv"), "--budget", "15s", "--storage", f"sqlite:///{tmp_path / 'gpt.db'}"]
-    code = f"from autotune.cli.main import main; main({['search', str(gpt / 'model.py'), *options]!r})"
+    code = f"from autotune.cli import main; main({['search', str(gpt / 'model.py'), *options]!r})"
     found = subprocess.run(
         [sys.executable, "-c", f"import sys; {code}; sys.exit('torch' in sys.modules)"],
         capture_output=True,

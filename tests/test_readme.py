@@ -11,7 +11,7 @@ import pytest
 
 from autotune.cli.parser import build_parser
 from autotune.export import exporters
-from autotune.task.validation import CONSTANTS, SIGNATURES
+from autotune.task.model_file import CONSTANTS, SIGNATURES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -1,5 +1,93 @@
-"""The command line: arguments in, exit codes out."""
+"""The command line: it runs a command, and turns an exception into an exit code, a message and, with `--json`, a document."""
 
-from autotune.cli.main import main
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from autotune.cli.parser import ANSWERED, INTERRUPTED, USAGE, UsageError, build_parser
+from autotune.errors import AutotuneError
 
 __all__ = ["main"]
+
+_NEXT_STEPS = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space within your quota",
+    errno.EACCES: "change its permissions",
+    errno.EROFS: "choose a place that can be written",
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code; only `--help` and `--version` exit from within argparse."""
+    began_s = time.monotonic()
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    try:
+        options = parser.parse_args(given)
+        options.began_s = began_s
+    except UsageError as error:
+        return _fail(error, as_json="--json" in given)
+    code: int = ANSWERED
+    try:
+        from autotune.cli import commands
+
+        code = getattr(commands, options.command)(options)
+        sys.stdout.flush()  # a full disk would show only when Python ends, and change the exit code
+        return code
+    except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
+        _discard_stdout()
+        return code
+    except (Exception, KeyboardInterrupt) as error:
+        return _fail(error, as_json="--json" in given, debug=options.debug)
+
+
+def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
+    """Say what went wrong, on stderr and, with `as_json`, as the document on stdout. Returns the exit code."""
+    code, message = _verdict(error)
+    with contextlib.suppress(OSError):  # nobody may be reading it
+        if debug or not isinstance(error, AutotuneError | OSError | KeyboardInterrupt):
+            traceback.print_exception(error)
+        if isinstance(error, AutotuneError) and error.frames:
+            frames = error.frames.rstrip().removeprefix("Traceback (most recent call last):\n")
+            traced = '  File "' in frames  # else it is what a program printed
+            head = f"In {error.frames_of} (most recent call last)" if traced else "Its output ends with"
+            print(f"{head}:\n{frames}", file=sys.stderr)
+        print(f"autotune: {message}", file=sys.stderr)
+    try:
+        if as_json:
+            print(json.dumps({"error": message, "exit_code": code}))
+        sys.stdout.flush()
+    except OSError:  # it was stdout that failed
+        _discard_stdout()
+    return code
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """The exit code and the message of an exception."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, AutotuneError):
+        return error.exit_code, str(error)
+    if isinstance(error, OSError):
+        what = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
+        next_step = _NEXT_STEPS.get(error.errno or 0, "fix that (--debug shows where it happened)")
+        return USAGE, f"{what}; {next_step}, and run the same command again: a study continues where it stopped"
+    what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
+    return USAGE, f"{what}; this is a fault of autotune itself: please report it with the traceback above"
+
+
+def _discard_stdout() -> None:
+    """Send stdout nowhere: Python writes what is left of it when it ends, and would exit with a code of its own."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

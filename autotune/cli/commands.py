@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.files import read_config, require_other, require_writable, write
+from autotune.cli.files import read_config, read_options, require_other, require_writable, write
 from autotune.cli.parser import ANSWERED, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
-from autotune.cli.project import read_options
 from autotune.errors import ConfigError
 from autotune.records.options import (
     CommandOptions,
@@ -38,8 +37,8 @@ def search(options: argparse.Namespace) -> int:
     from autotune import api
     from autotune.records.result import Result
     from autotune.report.answer import answer_sections
-    from autotune.report.document import document
     from autotune.report.live import live_listener
+    from autotune.report.sections import document
     from autotune.runners.command import files_of
     from autotune.task.model_file import find_model_file
     from autotune.techniques import find_techniques
@@ -141,7 +140,7 @@ def _warn(text: str) -> None:
 
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace, **expected: Any) -> int:
-    from autotune.report.outcome import outcome_sections
+    from autotune.report.study import outcome_sections
 
     _show(options, {"config": config, **outcome.to_dict(), **expected}, outcome_sections(outcome, config))
     if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
@@ -210,7 +209,7 @@ def dashboard(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """`autotune compare`: the answers of several studies side by side."""
-    from autotune.report.comparison import comparison_sections
+    from autotune.report.study import comparison_sections
     from autotune.study.reading import load_study
 
     files, names = options.study_files, options.study or [None]
@@ -245,7 +244,7 @@ def export(options: argparse.Namespace) -> int:
 def sweep(options: argparse.Namespace) -> int:
     """`autotune sweep`: a recorded table."""
     from autotune import api
-    from autotune.report.progress import summary
+    from autotune.report.live import summary
     from autotune.techniques import find_techniques
     from autotune.tuning.sweep import Progress
     from autotune.units import plural
@@ -297,7 +296,7 @@ def explain(options: argparse.Namespace) -> int:
     """`autotune explain`: where memory and time go, and what to do about it."""
     from autotune import api
     from autotune.report.explanation import explanation_sections
-    from autotune.report.explanation_picture import draw, require_form
+    from autotune.report.plots import draw, require_form
     from autotune.techniques import find_techniques
     from autotune.units import format_seconds
 
@@ -369,7 +368,7 @@ def completion(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace, data: dict[str, Any], sections: Iterable[Any]) -> int:
     """Print what was found: as one JSON document with `--json`, else as text."""
-    from autotune.report.document import document
+    from autotune.report.sections import document
 
     if options.json:
         print(document(data))

@@ -1,15 +1,132 @@
-"""The files that a command line names: configs to read, and outputs, which never replace a file that is read."""
+"""The files that a command reads and writes: the project's, configs, and outputs, which never replace a file that is read.
+
+The options that a command runs with are its flags, else what a study was asked, else `[tool.autotune]` of the project.
+"""
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import json
 import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+from autotune.cli.parser import COMMANDS, options_given
 from autotune.errors import ConfigError
+from autotune.records.config import BATCH_KEYS
+from autotune.records.options import (
+    CHOICES,
+    DEVICE,
+    EVAL,
+    EXCLUDE,
+    FIX,
+    FRAMEWORKS,
+    GLOBAL_BATCH,
+    GPU,
+    INCLUDE,
+    TRAIN_EPOCHS,
+    TRAIN_STEPS,
+    CommandOptions,
+    Option,
+    RunOptions,
+    table,
+)
 
-EXAMPLE = '{"batch_size": 16}'
+FILE = "pyproject.toml"
+_EXAMPLE = '{"batch_size": 16}'
+_INSTEAD = ((GPU, DEVICE), (TRAIN_STEPS, TRAIN_EPOCHS))  # one of the two is given
+
+
+def read_options(
+    options: argparse.Namespace, of: type[RunOptions], of_study: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options that were given: by flags, else as a study was asked, else by the project's file."""
+    project = read_project(Path.cwd())
+    possible = _possible(project.options, options)
+    told_by_study = {} if of_study is None else table(RunOptions)
+    names = (option.name for option in table(of) if option not in told_by_study)
+    found = {name: possible[name] for name in names if name in possible}
+    asked = {**found, **(of_study or {}), **options_given(options, of)}
+    told = ", ".join(f"{name} = {value}" for name, value in found.items() if asked[name] is value)
+    if told and not getattr(options, "quiet", False):
+        print(f"note: {project.file} asks for {told}", file=sys.stderr)
+    return asked
+
+
+def _possible(project: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What a project asks for, without the options that this form of the command, or a flag of it, rules out."""
+    left_out = {other.name for pair in _INSTEAD for one, other in permutations(pair) if one.name in options}
+    if getattr(options, "replay", None) is not None:  # the table has a device and a global batch, and no dataset
+        left_out |= {DEVICE.name, GLOBAL_BATCH.name, TRAIN_EPOCHS.name, EVAL.name}
+    elif getattr(options, "script", None) is not None:  # only the keys of its own config are known there
+        left_out |= {FRAMEWORKS.name, TRAIN_EPOCHS.name, EVAL.name}
+        choices = options_given(options, CommandOptions).get(CHOICES.name, project.get(CHOICES.name, {}))
+        keys = {*BATCH_KEYS, *CHOICES.kind.read(choices)}
+        naming = (option for option in (FIX, INCLUDE, EXCLUDE) if option.name in project)
+        left_out |= {option.name for option in naming if not keys.issuperset(option.kind.read(project[option.name]))}
+    return {name: value for name, value in project.items() if name not in left_out}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Project:
+    """The options that a project's file gives.
+
+    Attributes:
+        file: where they stand; None where no file gives any.
+        options: by name, as the Python API takes them.
+    """
+
+    file: Path | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_project(folder: Path) -> Project:
+    """The options in the `pyproject.toml` of a folder or, where it has none, of the nearest folder above it that has one.
+
+    A key is a flag without its dashes, and a value what the flag or the Python API takes. Each command takes the options
+    that it has. An option that a command must be given is not among them.
+
+    Raises:
+        ConfigError: the file cannot be read, or gives an unknown option or a value that is not possible.
+    """
+    file = next((found for at in (folder, *folder.parents) if (found := at / FILE).is_file()), None)
+    if file is None:
+        return Project()
+    try:
+        tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}; [tool.autotune] is looked for there") from None
+    asked = tool.get("autotune", {}) if isinstance(tool, dict) else tool
+    if not isinstance(asked, dict):
+        raise ConfigError(f"{file}: [tool.autotune] is {asked!r}; expected a table of options, such as budget = '2m'")
+    known = _known()
+    for key, value in asked.items():
+        if key not in known:
+            near = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
+            meant = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(known)}"
+            raise ConfigError(f"{file}: [tool.autotune] {key}: there is no such option; {meant}")
+        try:
+            known[key].kind.read(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{file}: [tool.autotune] {key}: {error}") from None
+    return Project(file=file, options={known[key].name: value for key, value in asked.items()}) if asked else Project()
+
+
+def _known() -> dict[str, Option]:
+    """The options that a project can give, by the key that it gives them under."""
+    return {
+        option.flag.removeprefix("--"): option
+        for command in COMMANDS
+        if command.options is not None
+        for option, default in table(command.options).items()
+        if default is not MISSING
+    }
 
 
 def read_config(text: str) -> dict[str, Any]:
@@ -24,20 +141,20 @@ def read_config(text: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(
-            f"--config {text!r} cannot be read: {why}; expected a file, or an object such as {EXAMPLE}"
+            f"--config {text!r} cannot be read: {why}; expected a file, or an object such as {_EXAMPLE}"
         ) from None
     try:
         config = json.loads(content)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"--config {text!r} is not valid JSON: {error}; expected an object such as {EXAMPLE}"
+            f"--config {text!r} is not valid JSON: {error}; expected an object such as {_EXAMPLE}"
         ) from None
     if isinstance(config, dict) and isinstance(config.get("result"), dict):  # of `show --json`
         config = config["result"]
     if isinstance(config, dict) and isinstance(config.get("config"), dict):
         config = config["config"]
     if not isinstance(config, dict):
-        raise ConfigError(f"--config {text!r} is a JSON {type(config).__name__}; expected an object such as {EXAMPLE}")
+        raise ConfigError(f"--config {text!r} is a JSON {type(config).__name__}; expected an object such as {_EXAMPLE}")
     return config
 
 

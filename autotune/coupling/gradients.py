@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 
 from autotune.coupling.buffers import Buffers, hold_still
-from autotune.coupling.dropout_off import dropout_off
-from autotune.coupling.same_draws import SameDraws
+from autotune.coupling.draws import SameDraws, dropout_off
 from autotune.coupling.samples import Halves
 from autotune.devices import Device
-from autotune.randomness import RandomState
+from autotune.randomness import RandomState, seed_everything
 from autotune.task import Task
 from autotune.task.adapters import uncounted
 from autotune.task.batches import fresh_copy, to_device
@@ -195,10 +193,7 @@ class Gradients:
     def other_draws(self, seed: int) -> Iterator[None]:
         """Each pass draws other random numbers."""
         before = self.random
-        random.seed(seed)
-        torch.manual_seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed)
+        seed_everything(seed)
         self.random = RandomState(self._device)
         try:
             yield

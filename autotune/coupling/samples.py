@@ -6,7 +6,7 @@ import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -46,30 +46,20 @@ class Halves:
         return False
 
 
-class Samples(Protocol):
-    """Gives the same samples as one batch and as its micro batches."""
-
-    def halves(self, num_samples: int) -> Halves:
-        """So many samples. Raises CannotCutError."""
-
-    def of_one_shape(self, num_samples: int) -> Halves | None:
-        """At most so many samples, each of which alone has the same shapes; None where none are known."""
-
-
 class SamplesOf:
-    """The first samples of a batch. How long each of them is, is not known once they are a batch."""
+    """The first samples of a batch, as one batch and as its micro batches. How long each of them is, is not known any more."""
 
     def __init__(self, task: Task, batch: Any) -> None:
         self._task, self._batch = task, batch
 
     def halves(self, num_samples: int) -> Halves:
-        """As `Samples.halves`."""
+        """So many samples. Raises CannotCutError."""
         cuts = self._task.cuts()
         whole = split(self._batch, cuts, num_samples)[0]
         return Halves(whole, split(whole, cuts, -(-num_samples // 2)))
 
     def of_one_shape(self, num_samples: int) -> None:
-        """As `Samples.of_one_shape`."""
+        """At most so many samples, each of which alone has the same shapes: none are known."""
 
 
 class TypicalSamples:
@@ -82,7 +72,7 @@ class TypicalSamples:
         self._positions = random.Random(0).sample(range(size), size) if drawn and size is not None else None
 
     def halves(self, num_samples: int) -> Halves:
-        """As `Samples.halves`. What cannot be cut is collated anew, as `Session.loader` does."""
+        """So many samples. What cannot be cut is collated anew, as `Session.loader` does."""
         task = self._task
         if task.dataset() is None:
             return SamplesOf(task, task.batch(num_samples)).halves(num_samples)
@@ -92,7 +82,7 @@ class TypicalSamples:
         return self._collated(positions)
 
     def of_one_shape(self, num_samples: int) -> Halves | None:
-        """As `Samples.of_one_shape`."""
+        """At most so many samples, each of which alone has the same shapes; None where none are known."""
         if self._task.dataset() is None or self._positions is None:
             return None
         of_shape: dict[Any, list[int]] = {}
@@ -109,6 +99,9 @@ class TypicalSamples:
         parts = (positions[:size], positions[size:])
         batch_of = self._task.batch_of
         return Halves(batch_of(positions), StepBatch((batch_of(part), len(part)) for part in parts))
+
+
+Samples = SamplesOf | TypicalSamples
 
 
 def _shapes(batch: Any) -> tuple[Any, ...]:

@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autotune.devices import open_device, require_linux
+from autotune.devices.compiler import why_not_on
 from autotune.devices.selftest import Facts
-from autotune.doctor import processes, verdicts
-from autotune.doctor.training import TASKS, trainings
+from autotune.doctor import checks, verdicts
+from autotune.doctor.checks import TASKS, run_trainings
 from autotune.doctor.verdicts import Judge, State
 from autotune.report.sections import Paragraph, Section, Span, Tone, table
 from autotune.units import format_bytes
@@ -73,24 +74,25 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
         meaning="; ".join(info.notes),
         facts={**asdict(info), "python": platform.python_version(), "autotune": __version__},
     )
-    with trainings(name) as trained:
+    with run_trainings(name) as trained:
         for test, judges in DEVICE_CHECKS.items():
             tell(", ".join(judges))
             if not possible.get(test, True):
                 yield from (Line(name=line, state=State.UNAVAILABLE, found=GPU_ONLY[test]) for line in judges)
                 continue
-            facts = processes.in_process(test, name)
+            facts = checks.in_process(test, name)
             yield from (_line(line, facts, judge) for line, judge in judges.items())
         tell("memory after a kill")
-        yield _line("memory after a kill", processes.kill_and_watch(name), verdicts.judge_release)
+        yield _line("memory after a kill", checks.kill_and_watch(name), verdicts.judge_release)
         tell(f"training of {', '.join(task.name for task in TASKS)}")
         for task, facts in trained:
             judges = TRAINING_CHECKS if task is TASKS[0] else {}
             yield from (_line(line, facts, judge) for line, judge in judges.items())
             yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
-    yield _line("compiler", processes.compiler(name), verdicts.judge_compiler)
-    yield _line("study", processes.study(), verdicts.judge_study)
-    yield _line("tested before", processes.machine(opened.kind), verdicts.judge_tested)
+    yield _line("compiler", {"missing": why_not_on(opened)}, verdicts.judge_compiler)
+    yield _line("study", checks.write_database(), verdicts.judge_study)
+    machine = {"device_kind": opened.kind, "processor": platform.machine().lower()}
+    yield _line("tested before", machine, verdicts.judge_tested)
 
 
 def sections(lines: Iterable[Line]) -> Iterator[Section]:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments
 from autotune.records.result import Result
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 
@@ -21,7 +20,7 @@ class Accelerate(Exporter):
     name = ACCELERATE
     summary = "a config file for `accelerate launch`, with the calls for the script in its comments"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """For one process on one machine; on the CPU if the search was there."""
         said, unsaid = arguments(
             result,

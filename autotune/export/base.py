@@ -1,16 +1,24 @@
-"""The protocol of exporters: each says an answer in other words, and lists the keys that cannot be said there."""
+"""The protocol of exporters: each says an answer in other words, and lists the keys that cannot be said there.
+
+`arguments` says it as the arguments that frameworks take, each technique in its own words.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.result import Result
+from autotune.techniques import Techniques, find_techniques
+from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, EVAL_BATCH, LIGHTNING
 
-Space = Mapping[str, Sequence[Choice]]  # technique -> choices that were searched; may lack some or all
+SearchedChoices = Mapping[str, Sequence[Choice]]  # technique -> choices that were searched; may lack some or all
+_AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
+# give the micro batches of a step equal weights; transformers counts labels
+_ALIKE = {ACCELERATE, DEEPSPEED, LIGHTNING}
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Exporter(ABC):
             name = "toml"
             summary = "the config as a table of TOML"
 
-            def export(self, result: Result, *, space: Space) -> Export:
+            def export(self, result: Result, *, space: SearchedChoices) -> Export:
                 words = {"amp": "precision", "batch_size": "micro_batch"}  # its own, for what it knows
                 said = {words[key]: choice for key, choice in result.config.items() if key in words}
                 unsaid = {key: "this file has no word for it" for key in result.config if key not in words}
@@ -43,7 +51,7 @@ class Exporter(ABC):
 
     `autotune export --to NAME` exists because its file is there; another package offers one as an entry point in the group
     `autotune.exporters`. Where a framework has arguments of its own that several exporters or integrations share, they stand in
-    the `frameworks` of each technique (`autotune.techniques.frameworks`), and `export/arguments.py` gathers them.
+    the `frameworks` of each technique (`autotune.techniques.frameworks`), and `arguments` gathers them.
 
     Attributes:
         name: the NAME of `--to NAME`.
@@ -54,5 +62,64 @@ class Exporter(ABC):
     summary: ClassVar[str]
 
     @abstractmethod
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """Say the answer."""
+
+
+def arguments(
+    result: Result, space: SearchedChoices, frameworks: Sequence[str], no_words: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Say an answer's config in the words of one or several frameworks.
+
+    A technique that is off is said too where there are words for it, since the framework's default may differ. What the
+    user's own file trains needs no words.
+
+    Args:
+        space: technique -> choices that were searched; may lack some or all.
+        frameworks: keys of `Technique.frameworks`.
+        no_words: why a technique that is on and that none of them can say is not said.
+
+    Returns:
+        framework -> its arguments; key of the config (or `eval_batch_size`, `loss_weight`) -> why it is in none of them.
+    """
+    said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
+    unsaid: dict[str, str] = {}
+    techniques = find_techniques()
+    users_own = techniques.trained({}).keys() - result.subject.trained.keys()
+    for name, choice in result.config.items():
+        searched = space.get(name, ())
+        choices = searched if len(searched) > 1 else ()
+        words = [words_of(techniques, each, name, choice, choices, result.subject.optimizer) for each in frameworks]
+        for framework, found in zip(frameworks, words, strict=True):
+            said[framework] |= found or {}
+        if all(found is None for found in words):
+            if name not in techniques:
+                unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
+            elif choice != techniques[name].off and name not in users_own:
+                unsaid[name] = f"{techniques[name].label(choice)}: {no_words}"
+    if result.evaluation is not None and (size := result.evaluation.eval_batch_size) is not None:
+        for framework in EVAL_BATCH.keys() & set(frameworks):
+            said[framework] |= EVAL_BATCH[framework].write(size)
+        if not EVAL_BATCH.keys() & set(frameworks):
+            unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
+    accumulates = int(result.config.get("accumulation_steps", 1)) > 1
+    if "loss_weight" in result.subject.parts and accumulates and _ALIKE & {*frameworks}:
+        unsaid["loss_weight"] = (
+            "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
+            "mean number of terms of the step's micro batches"
+        )
+    return said, unsaid
+
+
+def words_of(
+    techniques: Techniques,
+    framework: str,
+    name: str,
+    choice: Choice,
+    choices: Sequence[Choice] = (),
+    optimizer: str = "",
+) -> dict[str, Any] | None:
+    """A framework's arguments for one key of a config; None where it has no words for it. The rest is as in `Technique.write`."""
+    if name in BATCH:
+        return BATCH[name][framework].write(choice) if framework in BATCH[name] else None
+    return techniques[name].write(framework, choice, choices, optimizer=optimizer) if name in techniques else None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments
 from autotune.records.result import Result
 from autotune.techniques.frameworks import DEEPSPEED
 
@@ -21,7 +20,7 @@ class DeepSpeed(Exporter):
     name = DEEPSPEED
     summary = "a ds_config.json for DeepSpeed"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """One section or number for each key; DeepSpeed multiplies the batch by the number of processes itself."""
         said, unsaid = arguments(result, space, (DEEPSPEED,), _UNSAID)
         return Export(json.dumps(said[DEEPSPEED], indent=2), unsaid)

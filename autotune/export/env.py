@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices
 from autotune.records.config import Choice
 from autotune.records.result import Result
 
@@ -17,7 +17,7 @@ class Env(Exporter):
     name = "env"
     summary = "lines of NAME=value, for `set -a; source FILE`, Docker and make"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """Every key of the config, those that are off included, and the batch size for evaluation if there is one."""
         found = result.evaluation and result.evaluation.eval_batch_size
         said = {**result.config, **({"eval_batch_size": found} if found else {})}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices
 from autotune.records.result import Result
 
 
@@ -14,6 +14,6 @@ class Json(Exporter):
     name = "json"
     summary = "the config dict as JSON, for `--config FILE`"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """The config, a key a line."""
         return Export(json.dumps(result.config, indent=2))

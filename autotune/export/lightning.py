@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments
 from autotune.records.result import Result
 from autotune.techniques.frameworks import DATALOADER, LIGHTNING
 
@@ -16,7 +15,7 @@ class Lightning(Exporter):
     name = LIGHTNING
     summary = "arguments of Lightning's Trainer and of a DataLoader as JSON"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """One group of arguments for each key."""
         said, unsaid = arguments(
             result, space, (LIGHTNING, DATALOADER), "neither `Trainer` nor `DataLoader` has an argument for it"

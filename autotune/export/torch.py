@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import indent, wrap
 
 from autotune.errors import ConfigError
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices
 from autotune.export.source import Source
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
@@ -107,7 +107,7 @@ class PlainTorch(Exporter):
     name = TORCH
     summary = "a training script in plain torch, without autotune"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """What the techniques need first, then model, optimizer, data, the step and the loop.
 
         Raises:

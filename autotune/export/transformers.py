@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.arguments import arguments
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments
 from autotune.records.result import Result
 from autotune.techniques.frameworks import TRANSFORMERS
 
@@ -16,7 +15,7 @@ class Transformers(Exporter):
     name = TRANSFORMERS
     summary = "arguments of Hugging Face's TrainingArguments as JSON"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """One group of arguments for each key."""
         said, unsaid = arguments(result, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
         device = {"use_cpu": True} if result.subject.device.startswith("cpu") else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, Space
+from autotune.export.base import Export, Exporter, SearchedChoices
 from autotune.records.result import Result
 
 
@@ -14,6 +14,6 @@ class Yaml(Exporter):
     name = "yaml"
     summary = "the config dict as YAML, for recipes of any kind"
 
-    def export(self, result: Result, *, space: Space) -> Export:
+    def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """Every key of the config, those that are off included. JSON's scalars are YAML's, too."""
         return Export("\n".join(f"{name}: {json.dumps(choice)}" for name, choice in result.config.items()))

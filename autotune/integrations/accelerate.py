@@ -23,13 +23,14 @@ import torch
 
 from autotune.devices.oom import is_out_of_memory
 from autotune.errors import ConfigError
-from autotune.integrations.words import read, search
+from autotune.export.base import words_of
+from autotune.integrations.base import read, search
 from autotune.records.check import Coupling
-from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
 from autotune.techniques import find_techniques
-from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER
+from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 from autotune.tuning.events import Listener, Listeners, Note
 
 T = TypeVar("T")
@@ -56,10 +57,7 @@ class Executable(dict[str, Any]):
     def _said(self, framework: str) -> dict[str, Any]:
         said, techniques = dict[str, Any](), find_techniques()
         for name, choice in self.items():
-            if name in BATCH_KEYS:
-                said |= BATCH[name][framework].write(choice) if framework in BATCH[name] else {}
-            else:
-                said |= techniques[name].write(framework, choice) or {}
+            said |= words_of(techniques, framework, name, choice) or {}
         return said
 
 

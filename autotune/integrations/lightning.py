@@ -16,7 +16,7 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,17 +27,16 @@ import torch
 
 from autotune.devices import TYPES
 from autotune.errors import TaskError
-from autotune.export.arguments import arguments
-from autotune.integrations.live import LiveModel
+from autotune.export.base import arguments
+from autotune.integrations.base import LiveModel, read, require_said, search, words_of_changes
 from autotune.integrations.loops import baseline_of, data_of
-from autotune.integrations.words import read, require_said, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
 from autotune.task import Task
 from autotune.task.adapters import attach, is_lightning, overrides, sole_loader
-from autotune.task.describe import describe
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
+from autotune.task.usercode import describe
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
 from autotune.tuning.events import Listener
@@ -112,18 +111,11 @@ def tune(
     if options.get("eval"):
         made = _made_of(module, datamodule or getattr(trainer, "datamodule", None), "val_dataloader")
         task = replace(task, **_validated_on(made))
-    result = _search(task, trainer, options, listeners)
+    result = search(task, _FRAMEWORKS, options, listeners, device=_device(trainer))
     said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
     require_said(unsaid)
     del said[DATALOADER]["shuffle"]  # as it was
     return Tuned(trainer=said[LIGHTNING], dataloader=said[DATALOADER], result=result)
-
-
-def _search(
-    task: Task, trainer: Trainer | None, options: Mapping[str, Any], listeners: Sequence[Listener] | None
-) -> Result:
-    device = "auto" if trainer is None else _device(trainer)
-    return search(task, _FRAMEWORKS, options, listeners, device=device)
 
 
 def task_of(
@@ -227,7 +219,7 @@ class AutotuneCallback:
         task = task_of(pl_module, trainer=trainer)
         if options.get("eval"):
             task = replace(task, **_validated_on(_validation_loader(trainer, pl_module)))
-        self.result = _search(task, trainer, options, self._listeners)
+        self.result = search(task, _FRAMEWORKS, options, self._listeners, device=_device(trainer))
         said = words_of_changes(task, self.result, _FRAMEWORKS)
         for name, value in said[DATALOADER].items():
             attribute = self._name if name == BATCH[BATCH_SIZE][DATALOADER].name else name
@@ -339,7 +331,9 @@ def _clipping(module: LightningModule, trainer: Trainer | None) -> float | None:
     return trainer.gradient_clip_val or None
 
 
-def _device(trainer: Trainer) -> str:
+def _device(trainer: Trainer | None) -> str:
+    if trainer is None:
+        return "auto"
     device = trainer.strategy.root_device
     if device.type not in TYPES:
         raise TaskError(f"the Trainer's device is {device}; expected a CPU or an NVIDIA GPU: accelerator='cpu', say")

@@ -26,15 +26,14 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune.errors import TaskError
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
-from autotune.integrations.live import LiveModel
-from autotune.integrations.words import find_changes, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, find_changes, read, search, words_of_changes
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.session import Ready, prepare
 from autotune.task import Task
 from autotune.task.adapters import is_lightning
 from autotune.task.batches import map_tensors
-from autotune.task.describe import describe
+from autotune.task.usercode import describe
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import DATALOADER, LOOP
 from autotune.tuning.events import Listener

@@ -22,8 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
-from autotune.integrations.live import LiveModel
-from autotune.integrations.words import plain, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, plain, read, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task

@@ -38,8 +38,8 @@ from autotune.prediction.traces import (
 )
 from autotune.records.device import Work
 from autotune.task import Task
-from autotune.task.lengths import sample_lengths
 from autotune.task.samples import dataset_size
+from autotune.task.unequal_samples import sample_lengths
 from autotune.techniques import Techniques, find_techniques
 
 

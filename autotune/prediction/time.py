@@ -17,7 +17,7 @@ from autotune.records.device import BF16, FP16, FP32, TF32
 from autotune.records.measured import NORMAL_95
 from autotune.records.outcome import Measurement
 from autotune.space import Space
-from autotune.task.lengths import LengthDistribution
+from autotune.task.unequal_samples import LengthDistribution
 from autotune.techniques import Factor
 
 # Seconds per sample at a micro batch b, s samples per optimizer step and w elements a sample, padding included:

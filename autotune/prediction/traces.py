@@ -14,7 +14,7 @@ import numpy as np
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Choice, Config
 from autotune.records.formats import decode
-from autotune.task.lengths import LengthDistribution
+from autotune.task.unequal_samples import LengthDistribution
 from autotune.techniques import Phase, Techniques
 
 Group = tuple[tuple[str, Choice], ...]  # (technique, choice) of what is not off

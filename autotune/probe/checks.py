@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from autotune.coupling.dropout_off import RandomDraws
+from autotune.coupling.draws import RandomDraws
 from autotune.devices import Device, open_device
 from autotune.devices.oom import attempted_bytes
 from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst

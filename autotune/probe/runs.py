@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autotune.coupling.dropout_off import RandomDraws, dropout_off
+from autotune.coupling.draws import RandomDraws, dropout_off
 from autotune.devices import Device
 from autotune.randomness import seed_everything
 from autotune.records.config import Config

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from autotune.given import given
+from autotune.lazy import given
 from autotune.records.check import Check, Coupling
 from autotune.records.config import Choice
 from autotune.records.formats import Group, Record, require_readable
@@ -123,7 +123,7 @@ class Subject(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlayOff(Group):
+class PlayOffOutcome(Group):
     """The fresh processes that took turns, from which the answer was chosen.
 
     Attributes:
@@ -236,7 +236,7 @@ class Result(Record):
     speedup_ci: tuple[float, float] | None
     verdict: str
     undecided: str = ""
-    play_off: PlayOff = field(default_factory=PlayOff)
+    play_off: PlayOffOutcome = field(default_factory=PlayOffOutcome)
     front: tuple[Measured, ...] = ()
     reasons: Reasons = field(default_factory=Reasons)
     checks: tuple[Check, ...] = ()

@@ -1,30 +1,43 @@
-"""An answer as sections: the config to run, its gain with the interval, and the reasons."""
+"""An answer as sections: the config to run, its gain with the interval, the reasons, and how to run it as it was measured.
+
+The lines that show how to run it are text to paste. There `model` names the task as `autotune.prepare` and the command line
+take it, empty for a task built in Python; `asked` is the `asked` of a `Result`. What is a default is left out, so that the lines
+stay short.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autotune.devices.contention import DISTURBED
 from autotune.records.check import Check
+from autotune.records.config import Choice
 from autotune.records.measured import Dropped, Evaluation, Measured
+from autotune.records.options import words
 from autotune.records.result import Compiling, Cost, DeviceUse, Effect, Reasons, Result
 from autotune.report.figures import (
     NOISY,
     NOISY_SPREAD,
     counts,
+    gain_in_table,
     interval,
+    is_known,
+    is_wide,
     limit_words,
     measured_rate,
     rate,
+    said_of,
     spread,
     times,
 )
-from autotune.report.gain import gain_in_table, is_known, is_wide, said_of
-from autotune.report.run_it import as_code, python_lines, verify_command
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table, warnings_section
-from autotune.techniques import Techniques
+from autotune.report.terminal import as_text
+from autotune.techniques import Techniques, find_techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
+VERIFY_STEPS = 100  # of the command that is offered
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
@@ -41,8 +54,11 @@ def answer_sections(
     """
     goal = result.goal
     about = f"on {result.subject.device}: {limit_words(goal.objective, goal.memory_limit_bytes, goal.headroom)}"
-    verdict = (Paragraph(_verdict(result, techniques)), *_unconfirmed(result))
-    yield Section("Answer", verdict) if in_study else Section(result.study, verdict, about)
+    verdict = [Paragraph(_verdict(result, techniques))]
+    if not result.play_off.confirmed and not result.undecided:
+        why = "Not confirmed: no round of the play-off was completed, so each figure is from one process."
+        verdict.append(Paragraph(Span(why, Tone.WARNING)))
+    yield Section("Answer", tuple(verdict)) if in_study else Section(result.study, tuple(verdict), about)
     title = "Best so far, not recommended" if result.doubt else "Recommended config"
     yield Section(title, (as_code(result.config, techniques, "config = "),), "everything not named is off")
     yield _play_off(result, techniques)
@@ -65,6 +81,58 @@ def answer_sections(
     yield Section("Run it", python_lines(model, goal.asked), own_risk)
     if command := verify_command(result.config, techniques, model, goal.asked):
         yield Section("", (Code("", tail=command),))
+
+
+def in_short(result: Result) -> str:
+    """`faster: 1.87x the baseline (95% interval 1.81x to 1.93x), with 0.81x its memory`, and the config."""
+    found, gain = said_of(result), ""
+    if result.baseline is not None and found.gain:
+        sure = f" ({found.sure})" if found.sure else ""
+        gain = f": {found.gain} the baseline{sure}, with {times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
+    figures = f"{rate(result.samples_per_s)} samples/s, {format_bytes(result.peak_bytes)}"
+    return f"{found.verdict}{gain}\n{find_techniques().describe(result.config)}: {figures}; summary() tells the rest"
+
+
+def page(result: Result, width: int) -> str:
+    """The whole answer, as `autotune search` prints it."""
+    return as_text(answer_sections(result, find_techniques(), model=result.subject.model), width)
+
+
+def as_code(config: Mapping[str, Choice], techniques: Techniques, head: str = "") -> Code:
+    """`head` and the config's essentials as a dict literal of Python."""
+    literals = {
+        name: json.dumps(choice) if isinstance(choice, str) else repr(choice)
+        for name, choice in _essentials(config, techniques).items()
+    }
+    return Code(f"{head}{{", tuple(f'"{name}": {literal}' for name, literal in literals.items()), "}")
+
+
+def as_json(config: Mapping[str, Choice], techniques: Techniques) -> str:
+    """The config's essentials as one line of JSON, for `--config`."""
+    return json.dumps(_essentials(config, techniques))
+
+
+def _essentials(config: Mapping[str, Choice], techniques: Techniques) -> dict[str, Choice]:
+    """The batch, and every technique that is not off: what `prepare` needs to build the same config."""
+    return {name: choice for name, choice in config.items() if not techniques.is_off(name, choice)}
+
+
+def python_lines(model: str, asked: Mapping[str, str | int]) -> tuple[Code, ...]:
+    """A training loop, with the config in `config`, and a task built in Python in `task`."""
+    task = json.dumps(model, ensure_ascii=False) if model else "task"
+    options = [f"{name}={json.dumps(asked[name])}" for name in ("device", "global_batch") if name in asked]
+    call = Code("session = autotune.prepare(", (task, "config", *options), ")")
+    return call, Code("for batch in session.loader:"), Code("    loss = session.step(batch)")
+
+
+def verify_command(
+    config: Mapping[str, Choice], techniques: Techniques, model: str, asked: Mapping[str, str | int]
+) -> str:
+    """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, which has no command."""
+    if not model:
+        return ""
+    command = ["autotune", "verify", model, "--config", as_json(config, techniques), "--steps", str(VERIFY_STEPS)]
+    return shlex.join([*command, *words(asked)])
 
 
 def front_section(
@@ -100,7 +168,7 @@ def _role(result: Result) -> str:
 
 
 def _verdict(result: Result, techniques: Techniques) -> Span:
-    """The verdict in a sentence. What may be said of the gain is decided in `gain.py`."""
+    """The verdict in a sentence. What may be said of the gain is decided in `figures.py`."""
     open_question = f" Not sure: {result.undecided}." if result.undecided else ""
     found = said_of(result)
     verdict = found.verdict[0].upper() + found.verdict[1:]
@@ -141,12 +209,6 @@ def _rival(result: Result, techniques: Techniques) -> str:
     return f" The best of the others, {techniques.describe(rival.config)}: {found}."
 
 
-def _unconfirmed(result: Result) -> Iterator[Paragraph]:
-    if not result.play_off.confirmed and not result.undecided:
-        why = "Not confirmed: no round of the play-off was completed, so each figure is from one process."
-        yield Paragraph(Span(why, Tone.WARNING))
-
-
 def _play_off(result: Result, techniques: Techniques) -> Section:
     """The answer beside the baseline and the other finalists, those included that the play-off dropped."""
     base = result.baseline
@@ -161,7 +223,11 @@ def _play_off(result: Result, techniques: Techniques) -> Section:
     rows = [
         (
             Span(role, ROLES.get(role, Tone.NOTE)),
-            *(_figures(measured) if measured.num_processes else ("-", "-", "-")),
+            *(
+                (measured_rate(measured), format_seconds(measured.step_s), format_bytes(measured.peak_bytes))
+                if measured.num_processes
+                else ("-", "-", "-")
+            ),
             str(measured.num_processes),
             (
                 techniques.describe(measured.config),
@@ -186,7 +252,7 @@ def _compiling(compiling: Compiling, train_samples: float | None) -> Iterator[Se
     """What compiling costs, when that is won back, and whether it counted in the choice."""
     told = []
     if compiling.compile_cold_s:
-        won = "by what was measured that is never won back"
+        won = "what was measured does not show that this is won back"
         if compiling.break_even_steps is not None and compiling.break_even_s is not None:
             steps = plural(compiling.break_even_steps, "optimizer step")
             won = f"that is won back after {steps}, {compiling.break_even_s / 3600:.2g} hours into the training"
@@ -255,10 +321,6 @@ def _evaluation(evaluation: Evaluation) -> Section:
     return Section(
         "Evaluation", tuple(blocks), "forward passes with the answer's techniques, beside the optimizer's state"
     )
-
-
-def _figures(measured: Measured) -> tuple[str, str, str]:
-    return measured_rate(measured), format_seconds(measured.step_s), format_bytes(measured.peak_bytes)
 
 
 def _answer(result: Result) -> Measured:

@@ -17,9 +17,8 @@ from autotune.devices import available, capabilities_of, nvml
 from autotune.devices.base import Telemetry
 from autotune.devices.calibration import holds_for
 from autotune.errors import DeviceError
-from autotune.records.device import CALLED, Calibration, DeviceInfo
-from autotune.report.document import document
-from autotune.report.sections import Paragraph, Section, table
+from autotune.records.device import CALLED, Calibration, DeviceInfo, Rate
+from autotune.report.sections import Paragraph, Section, document, table
 from autotune.report.terminal import as_text
 from autotune.study.caches import CalibrationCache
 from autotune.study.place import DEFAULT_FOLDER
@@ -123,12 +122,7 @@ def _calibrated(reading: _Reading) -> Section:
         (
             rate.arithmetic,
             CALLED[rate.work],
-            *(
-                f"{format_per_s(rate.flops_per_s[place], 'FLOP')} ({rate.sizes[place]})"
-                for place in (0, -1)
-                if rate.sizes
-            ),
-            *([] if rate.sizes else ["", ""]),
+            *(_at_a_size(rate, place) for place in (0, -1)),
             "" if (gain := found.gain(rate.work, rate.arithmetic)) is None else f"{gain:.3g}x",
             rate.failure,
         )
@@ -147,6 +141,10 @@ def _calibrated(reading: _Reading) -> Section:
     ]
     again = f"Measured {found.measured_at} in {format_seconds(found.wall_s)}. To measure again, delete {reading.cache.path} and search."
     return Section("", (table(headings, rows), Paragraph(", ".join(figures)), Paragraph(again)))
+
+
+def _at_a_size(rate: Rate, place: int) -> str:
+    return f"{format_per_s(rate.flops_per_s[place], 'FLOP')} ({rate.sizes[place]})" if rate.sizes else ""
 
 
 def _sections(readings: list[_Reading], remarks: list[str]) -> list[Section]:

@@ -103,25 +103,19 @@ def _modules(explanation: Explanation) -> Iterator[Section]:
     """One row for each block, equal ones as one, and the largest modules inside."""
     memory = explanation.memory
     seconds = _seconds(explanation)
-    held = {m.name: float(m.total_bytes) for m in memory.modules} if memory is not None else {}
+    traced = memory.modules if memory is not None else ()
+    held = {m.name: float(m.total_bytes) for m in traced}
     micro_batches = int(explanation.config[ACCUMULATION])
-    flops = {m.name: micro_batches * sum(m.flops.values()) for m in memory.modules} if memory is not None else {}
-    figures: list[tuple[str, Mapping[str, float], Callable[[float], str]]] = []
-    if memory is not None:
-        figures.append(("memory", held, lambda value: format_bytes(round(value))))
-    figures += [
-        (phase, {name: phases.get(phase, 0.0) for name, phases in seconds.items()}, _time_or_dash)
-        for phase in (FORWARD, BACKWARD)
-        if seconds
+    flops = {m.name: micro_batches * sum(m.flops.values()) for m in traced}
+    of_phases = {
+        phase: {name: times.get(phase, 0.0) for name, times in seconds.items()} for phase in (FORWARD, BACKWARD)
+    }
+    figures: list[tuple[str, Mapping[str, float], Callable[[float], str]]] = [
+        ("memory", held, lambda value: format_bytes(round(value))),
+        *((phase, times, _time_or_dash) for phase, times in of_phases.items()),
+        ("GFLOP", flops, _gflops_or_dash),
     ]
-    if memory is not None:
-        figures.append(
-            (
-                "GFLOP",
-                flops,
-                lambda value: f"{value / 1e9:,.0f}" if value >= 1e11 else f"{value / 1e9:.3g}" if value >= 1e7 else "-",
-            )
-        )
+    figures = [column for column in figures if column[1]]
     if not figures:
         return
     totals = [sum(values.values()) for _, values, _ in figures]
@@ -181,6 +175,12 @@ def _sum(values: Mapping[str, float], names: Collection[str]) -> float:
 
 def _time_or_dash(seconds: float) -> str:
     return format_seconds(seconds) if seconds >= 1e-4 else "-"
+
+
+def _gflops_or_dash(flops: float) -> str:
+    if flops < 1e7:
+        return "-"
+    return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:.3g}"
 
 
 def named(module: str) -> str:

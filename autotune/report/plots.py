@@ -1,19 +1,26 @@
-"""Pictures of a study, for notebooks and for a page. matplotlib is optional: `pip install 'autotune-torch[report]'`."""
+"""Pictures of a study, for notebooks and for a page, and that of an explanation.
+
+matplotlib is optional: `pip install 'autotune-torch[report]'`.
+"""
 
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, ConfigError
 from autotune.records.config import ACCUMULATION, Choice
+from autotune.records.explanation import KINDS, Anatomy, Explanation, fold_repeats
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind
+from autotune.report.explanation import named
 from autotune.study.reading import Study
 from autotune.techniques import Techniques
-from autotune.units import MIB
+from autotune.units import MIB, format_bytes, plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +30,10 @@ FAR_LIMIT = 3.0  # times the largest peak
 GREY, INK = "0.72", "#7b8794"  # INK is seen on white and on black
 # Okabe and Ito: told apart without red and green
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+KIND_COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2], COLOURS[5], COLOURS[1], GREY)  # in the order of `KINDS`
+FORMS = (".png", ".svg", ".pdf")
+NUM_BARS = 12
+SMALLEST_BAR = 0.005  # of the peak
 
 
 def plot_front(study: Study, ax: Axes | None = None) -> Axes:
@@ -105,27 +116,6 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_parts(split: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | None = None) -> Axes:
-    """A bar for each of `split`, in parts: role -> part -> size.
-
-    Args:
-        ax: where to draw; None makes a figure.
-
-    Raises:
-        AutotuneError: matplotlib is not installed.
-    """
-    ax = ax if ax is not None else _new_axes()
-    starts = dict.fromkeys(split, 0.0)
-    for place, name in enumerate(dict.fromkeys(name for parts in split.values() for name in parts)):
-        widths = [parts.get(name, 0.0) for parts in split.values()]
-        ax.barh(list(split), widths, left=list(starts.values()), color=COLOURS[place % len(COLOURS)], label=name)
-        starts = {role: start + width for (role, start), width in zip(starts.items(), widths, strict=True)}
-    ax.set(xlabel=unit)
-    _finish(ax)
-    ax.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.4), ncols=3)
-    return ax
-
-
 def why_no_pictures() -> str:
     """Why none can be drawn, and what to do about it; empty where they can."""
     try:
@@ -133,6 +123,11 @@ def why_no_pictures() -> str:
     except ImportError:
         return "matplotlib, which draws the pictures, is not installed; `pip install 'autotune-torch[report]'` adds it"
     return ""
+
+
+def _require_matplotlib() -> None:
+    if reason := why_no_pictures():
+        raise AutotuneError(reason)
 
 
 def pictures(study: Study) -> Iterator[tuple[str, str]]:
@@ -146,15 +141,34 @@ def pictures(study: Study) -> Iterator[tuple[str, str]]:
         yield "Throughput and memory", _as_svg(partial(plot_front, study))
         yield "Throughput and batch size", _as_svg(partial(plot_throughput, study))
     if study.result and study.result.reasons.peak_by_kind:
-        held = {role: _scaled(kinds, 1 / MIB) for role, kinds in study.result.reasons.peak_by_kind.items()}
-        yield "Memory of tensors at the peak, by kind", _as_svg(partial(plot_parts, held, "MiB, as traced"), 2.4)
-    if phases := _phases(study):
-        split = {role: _scaled(phases_s, 1e3) for role, phases_s in phases.items()}
-        unit = "milliseconds of one optimizer step"
-        yield "Where a step's time goes", _as_svg(partial(plot_parts, split, unit), 2.4)
+        plot = partial(_plot_parts, study.result.reasons.peak_by_kind, MIB, "MiB, as traced")
+        yield "Memory of tensors at the peak, by kind", _as_svg(plot, 2.4)
+    if phases_s := _phases(study):
+        plot = partial(_plot_parts, phases_s, 1e-3, "milliseconds of one optimizer step")
+        yield "Where a step's time goes", _as_svg(plot, 2.4)
 
 
-def _as_svg(plot: Callable[[Axes], Axes], height: float = 4.2) -> str:
+def _plot_parts(split: Mapping[str, Mapping[str, float]], unit: float, called: str, ax: Axes) -> None:
+    """A bar for each of `split`, in parts: role -> part -> size. They are drawn in a unit."""
+    names = dict.fromkeys(name for parts in split.values() for name in parts)
+    drawn = {role: {name: size / unit for name, size in parts.items()} for role, parts in split.items()}
+    _stack(ax, drawn, dict(zip(names, itertools.cycle(COLOURS), strict=False)))
+    ax.set(xlabel=called)
+    _finish(ax)
+    ax.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.4), ncols=3)
+
+
+def _stack(ax: Axes, split: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) -> list[float]:
+    """Draw a bar for each of `split`, its parts one after the other in their colours. Returns where the bars end."""
+    ends = [0.0] * len(split)
+    for part, colour in colours.items():
+        widths = [parts.get(part, 0.0) for parts in split.values()]
+        ax.barh(list(split), widths, left=ends, color=colour, label=part)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    return ends
+
+
+def _as_svg(plot: Callable[[Axes], object], height: float = 4.2) -> str:
     """The element alone: without a prologue, a title, an address, or a formula made of somebody's dollar signs."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -163,7 +177,9 @@ def _as_svg(plot: Callable[[Axes], Axes], height: float = 4.2) -> str:
     look: Any = {**ink, "svg.fonttype": "none", "text.parse_math": False, "font.family": "sans-serif"}
     with mpl.rc_context(look):
         figure = Figure(figsize=(9, height), layout="constrained")
-        plot(figure.subplots()).set_title("")
+        axes = figure.subplots()
+        plot(axes)
+        axes.set_title("")
         drawn = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(drawn, format="svg", transparent=True, metadata=nothing)
@@ -183,17 +199,10 @@ def _phases(study: Study) -> dict[str, dict[str, float]]:
     return found
 
 
-def _scaled(parts: Mapping[str, float], factor: float) -> dict[str, float]:
-    return {name: value * factor for name, value in parts.items()}
-
-
 def _new_axes() -> Axes:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise AutotuneError(
-            "plots need matplotlib, which is not installed; `pip install 'autotune-torch[report]'` adds it"
-        ) from None
+    _require_matplotlib()
+    import matplotlib.pyplot as plt
+
     return plt.subplots(figsize=(7.5, 4.8), layout="constrained")[1]
 
 
@@ -239,3 +248,82 @@ def _finish(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     if ax.get_legend_handles_labels()[1]:
         ax.legend(frameon=False, fontsize="small")
+
+
+def require_form(path: Path) -> None:
+    """Raise ConfigError or AutotuneError where no picture can be written: before minutes of work rather than after them."""
+    if path.suffix not in FORMS:
+        raise ConfigError(f"--picture {path}: expected a file that ends in {', '.join(FORMS)}")
+    _require_matplotlib()
+
+
+def draw(explanation: Explanation, memory: Anatomy, techniques: Techniques, path: Path) -> None:
+    """Write the picture in the form that the file's suffix says.
+
+    Args:
+        memory: of the explanation.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    over_time, by_module = figure.subplots(2, 1, height_ratios=(3, 4))
+    figure.suptitle(
+        f"{explanation.task}: {techniques.describe(explanation.config)}\n{format_bytes(memory.peak_bytes)} of tensors at the peak"
+    )
+    _timeline(memory, over_time)
+    bars(memory, by_module)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"--picture {path} cannot be written: {error.strerror}") from None
+
+
+def _timeline(memory: Anatomy, ax: Any) -> None:
+    """Stacked kinds over the allocations of a step, its phases in turn behind them."""
+    moments = memory.timeline
+    held = list(zip(*(moment.held_bytes for moment in moments), strict=True))
+    ax.stackplot(range(len(moments)), *([b / MIB for b in kind] for kind in held), labels=KINDS, colors=KIND_COLOURS)
+    position = 0
+    for number, (phase, group) in enumerate(itertools.groupby(moments, key=lambda moment: moment.phase)):
+        width = len(list(group))
+        ax.axvspan(position, position + width, color="black", alpha=0.06 * (number % 2), linewidth=0)
+        if width > len(moments) / 20:
+            ax.text(position + width / 2, 1.01, phase, transform=ax.get_xaxis_transform(), ha="center", va="bottom")
+        position += width
+    peak = max(range(len(moments)), key=lambda place: sum(moments[place].held_bytes))
+    ax.annotate(
+        f"peak, at {named(memory.module)}",
+        (peak, sum(moments[peak].held_bytes) / MIB),
+        xytext=(0, 6),
+        textcoords="offset points",
+        ha="center",
+    )
+    ax.set(xlim=(0, len(moments) - 1), xlabel="one training step, allocation by allocation", ylabel="MiB", xticks=[])
+    ax.margins(y=0.12)
+    ax.figure.legend(loc="outside lower center", ncols=len(KINDS))
+
+
+def bars(memory: Anatomy, ax: Any) -> Any:
+    """The axes with a bar for each module or run of equal blocks, by kind; the largest ones."""
+    by_name = {module.name: module for module in memory.modules}
+    folds = fold_repeats({name: module.total_bytes for name, module in by_name.items()})
+    held = {fold.names: sum(by_name[name].total_bytes for name in fold.names) for fold in folds}
+    folds.sort(key=lambda fold: -held[fold.names])
+    shown = [fold for fold in folds[:NUM_BARS] if held[fold.names] >= SMALLEST_BAR * memory.peak_bytes]
+    groups = {named(f.label) if len(f.blocks) == 1 else f"{f.label} ({len(f.blocks)} blocks)": f.names for f in shown}
+    if rest := folds[len(shown) :]:
+        groups[plural(len(rest), "more module")] = frozenset(name for fold in rest for name in fold.names)
+    split = {
+        label: {kind: sum(by_name[name].held_bytes.get(kind, 0) for name in names) / MIB for kind in KINDS}
+        for label, names in groups.items()
+    }
+    ends = _stack(ax, split, dict(zip(KINDS, KIND_COLOURS, strict=True)))
+    for place, end in enumerate(ends):
+        ax.text(end, place, f" {end * MIB / memory.peak_bytes:.0%}", va="center", fontsize="small")
+    ax.set(xlabel="MiB at the peak")
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.1 * max(ends))
+    return ax

@@ -1,10 +1,13 @@
-"""Reports as plain data: sections of paragraphs, tables and code. A renderer puts them on a terminal or a page."""
+"""Reports as plain data: sections of paragraphs, tables and code, or a JSON document. A renderer puts sections on a terminal or a page."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 NUM_NAMED = 4
 
@@ -120,3 +123,18 @@ def plain(cell: Cell) -> str:
     """A cell's text without its tones."""
     parts = cell if isinstance(cell, tuple) else (cell,)
     return "".join(part.text if isinstance(part, Span) else part for part in parts)
+
+
+def document(data: dict[str, Any]) -> str:
+    """Plain data as a JSON document that every parser takes. Infinity and NaN, which JSON lacks, become null."""
+    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

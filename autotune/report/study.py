@@ -1,17 +1,18 @@
-"""A study as sections: its probes, its front, its answer."""
+"""What was measured as sections: one probe, a study with its front and its answer, the answers of several studies side by side."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
-from autotune.records.config import BATCH_KEYS, describe_batch
-from autotune.records.outcome import Kind
+from autotune.records.config import BATCH_KEYS, Choice, describe_batch
+from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.result import Result
 from autotune.records.study import BASELINE, PLAY_OFF, Trial
-from autotune.report.answer import answer_sections, front_section
-from autotune.report.figures import counts, limit_words, measured_rate, rate
-from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
+from autotune.report.answer import answer_sections, as_code, front_section
+from autotune.report.figures import counts, gain_in_table, limit_words, measured_rate, rate, said_of, spread, times
+from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, by_reason, pairs, table
 from autotune.study.reading import Study
 from autotune.units import format_bytes, format_seconds, plural
 
@@ -143,3 +144,86 @@ def _failures(study: Study) -> Iterator[Section]:
         rows.append((Span(str(kind), Tone.BAD), (cause, Span(f"  {numbers}", Tone.NOTE))))
     if rows:
         yield Section("Failures", (table(("", ""), rows),), "recorded, and kept out of the answer")
+
+
+def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
+    """A row for each study, what differs between the machines, and the configs.
+
+    Raises:
+        StudyError: a study has no answer.
+    """
+    named = {_name_among(place, studies): (study, study.answer()) for place, study in enumerate(studies)}
+    rows = ((name, *_answer_figures(answer)) for name, (_, answer) in named.items())
+    titles = ("study", "verdict", ">gain", ">samples/s", ">baseline", ">peak")
+    yield Section("Answers", (table(titles, rows),), "gains over each study's own baseline, 95% intervals")
+    machines = {name: {**machine_facts(study), "kept in": study.storage} for name, (study, _) in named.items()}
+    facts = dict.fromkeys(fact for machine in machines.values() for fact in machine)
+    told = {fact: [machine.get(fact, "-") for machine in machines.values()] for fact in facts}
+    differing = [(fact, *values) for fact, values in told.items() if len(set(values)) > 1]
+    if differing:
+        yield Section("What differs between them", (table(("", *machines), differing),))
+    yield Section(
+        "Configs",
+        tuple(as_code(answer.config, study.techniques, f"{name}: ") for name, (study, answer) in named.items()),
+    )
+
+
+def _name_among(place: int, studies: Sequence[Study]) -> str:
+    """The study's name, with its place where several are called the same."""
+    name = studies[place].name
+    return name if sum(other.name == name for other in studies) == 1 else f"{name} {place + 1}"
+
+
+def _answer_figures(answer: Result) -> tuple[Cell, ...]:
+    found, gain = said_of(answer), gain_in_table(answer.speedup, answer.speedup_ci)
+    if answer.speedup is not None and answer.speedup_ci and gain == times(answer.speedup):
+        gain = f"{gain} {spread(answer.speedup, *answer.speedup_ci)}".rstrip()
+    base = answer.baseline
+    verdict = Span(found.brief, Tone.BEST if answer.verdict == "faster" else Tone.PLAIN)
+    played = (measured_rate(found) for found in answer.play_off.finalists if found.config == answer.config)
+    speed = next(played, rate(answer.samples_per_s))
+    return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes)
+
+
+def outcome_sections(outcome: Outcome, config: Mapping[str, Choice]) -> Iterator[Section]:
+    """The figures of a probe that ran, the cause and the log of one that did not."""
+    rows: dict[str, Cell] = {"config": str(dict(config))}
+    if outcome.measurement is None:
+        rows["outcome"] = Span(f"{outcome.kind}: {outcome.cause} (during {outcome.stage})", Tone.BAD)
+    else:
+        rows |= {"outcome": Span("ok", Tone.GOOD), **_outcome_figures(outcome.measurement)}
+    if outcome.log:
+        rows["log"] = outcome.log
+    yield Section("", (pairs(rows),))
+    if outcome.measurement is None and outcome.detail and outcome.kind is not Kind.OOM:
+        yield Section("In detail", tuple(Code(line) for line in outcome.detail.rstrip().splitlines()))
+
+
+def _outcome_figures(found: Measurement) -> dict[str, Cell]:
+    low, high = found.samples_per_s_low, found.samples_per_s_high
+    sure = f" (95% {rate(low)} to {rate(high)})" if low < high else ""  # one block has no interval
+    times_s = {"setup": found.setup_s, "warm-up": found.warmup_s, "timed": found.timed_s}
+    skipped = f"; GradScaler skipped {found.skipped_steps}" if found.skipped_steps else ""
+    rows: dict[str, Cell] = {
+        "throughput": f"{rate(found.samples_per_s)} samples/s{sure}",
+        "optimizer step": format_seconds(found.step_s),
+        "peak memory": format_bytes(found.peak_bytes),
+        "steps": f"{found.num_steps}, warm-up included{skipped}",
+        "time": _seconds(times_s),
+        "a step": _seconds(found.phases_s),
+        "last loss": f"{found.final_loss:.4g}",
+    }
+    if found.compile_cold_s or found.compile_trouble:
+        cold = f"{format_seconds(found.compile_cold_s)} with an empty cache, {format_seconds(found.compile_s)} from the cache"
+        rows["compiling"] = "; ".join(filter(None, (cold if found.compile_cold_s else "", found.compile_trouble)))
+    if found.growth_bytes_per_step:
+        grown = format_bytes(found.growth_bytes_per_step)
+        kept = f"; each micro batch leaves {found.kept}" if found.kept else ""
+        rows["leak"] = f"memory grows by {grown} per optimizer step{kept}"
+    if found.disturbances:
+        rows["disturbed"] = "; ".join(found.disturbances)
+    return rows
+
+
+def _seconds(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items())

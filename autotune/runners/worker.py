@@ -184,7 +184,7 @@ def _raises_alone(session: Session | None, kind: type[BaseException]) -> Callabl
 
 def _with_odd_sample(outcome: Outcome, task: Task, raises: Callable[[Any], bool] | None = None) -> Outcome:
     """A failure by what training was given, with the sample that is unlike the others, if there is one."""
-    from autotune.task.odd_samples import odd_sample
+    from autotune.task.unequal_samples import odd_sample
 
     if outcome.kind not in (Kind.ERROR, Kind.NONFINITE) or outcome.own_fault or outcome.device_fault:
         return outcome

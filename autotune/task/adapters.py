@@ -1,4 +1,7 @@
-"""Adapts LightningModules and Hugging Face models. It recognises them by their base classes and imports neither library."""
+"""Adapts LightningModules and Hugging Face models. It recognises them by their base classes and imports neither library.
+
+A LightningModule validates itself without a trainer, too: what it logs of each batch, and what it knows at the end alone.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
-from autotune.task.describe import describe
 from autotune.task.trainer_stand_in import TrainerStandIn
+from autotune.task.usercode import describe
 
+_LIGHTNING = ("lightning", "pytorch_lightning")  # one library under two names
 _REPLACING_HOOKS = ("optimizer_step", "backward")
 _UNUSED_HOOKS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_train_batch_start", "on_before_backward",
@@ -24,7 +29,9 @@ WHOLE_STEP = "write the whole step yourself, as train_step(model, optimizers, ba
 
 def is_lightning_class(cls: Any) -> bool:
     """Whether `cls` is a subclass of `lightning.LightningModule` (also under its older import name)."""
-    return isinstance(cls, type) and any(_is_lightnings_own(base) for base in cls.__mro__)
+    return isinstance(cls, type) and any(
+        base.__name__ == "LightningModule" and _is_lightnings_own(base) for base in cls.__mro__
+    )
 
 
 def is_lightning(model: Any) -> bool:
@@ -35,7 +42,11 @@ def is_lightning(model: Any) -> bool:
 def overrides(cls: type, method: str) -> bool:
     """Whether a LightningModule subclass has its own `method`."""
     owner = next((base for base in cls.__mro__ if method in vars(base)), None)
-    return owner is not None and owner.__module__.split(".")[0] not in ("lightning", "pytorch_lightning")
+    return owner is not None and not _is_lightnings_own(owner)
+
+
+def _is_lightnings_own(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in _LIGHTNING
 
 
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
@@ -76,9 +87,10 @@ def is_pretrained(module: Any) -> bool:
 
 def is_lazy(module: torch.nn.Module) -> bool:
     """Whether a module will know the shapes of its parameters or buffers only once a batch has passed through it."""
-    from torch.nn.parameter import is_lazy
-
-    return any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    return any(
+        torch.nn.parameter.is_lazy(tensor)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    )
 
 
 def shifts_labels(model: torch.nn.Module) -> bool:
@@ -124,7 +136,7 @@ def lightning_hook(model: Any, name: str, batch: Any, index: int) -> Any:
     return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
-def accumulates(model: Any, num_micro_batches: int) -> None:
+def set_accumulation(model: Any, num_micro_batches: int) -> None:
     """Let a LightningModule count optimizer steps of so many micro batches."""
     if is_lightning(model) and isinstance(model._trainer, TrainerStandIn):
         model._trainer.accumulate_grad_batches = num_micro_batches
@@ -162,10 +174,10 @@ def take_manual_steps(model: Any) -> None:
     model.toggle_optimizer, model.untoggle_optimizer = toggle_optimizer, untoggle_optimizer
 
 
-def configured(model: Any, result: Any) -> None:
+def give_optimizers(model: Any, result: Any) -> None:
     """Let a LightningModule find the optimizers and schedulers that its `configure_optimizers` returned."""
     model._trainer.optimizers = optimizers_in(result)
-    model._trainer.lr_schedulers = [leaf for leaf in _leaves(result) if hasattr(leaf, "get_last_lr")]
+    model._trainer.lr_schedulers = [leaf for leaf in leaves(result) if hasattr(leaf, "get_last_lr")]
 
 
 def hook_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -200,12 +212,12 @@ def optimizers_of(result: Any) -> tuple[list[torch.optim.Optimizer], int]:
             f"configure_optimizers returned {describe(result)}; expected a torch.optim.Optimizer, for example `return "
             "torch.optim.AdamW(model.parameters(), lr=1e-3)`"
         )
-    return optimizers, sum(hasattr(leaf, "get_last_lr") for leaf in _leaves(result))
+    return optimizers, sum(hasattr(leaf, "get_last_lr") for leaf in leaves(result))
 
 
 def optimizers_in(result: Any) -> list[torch.optim.Optimizer]:
     """The optimizers in what `configure_optimizers` returned."""
-    return [leaf for leaf in _leaves(result) if isinstance(leaf, torch.optim.Optimizer)]
+    return [leaf for leaf in leaves(result) if isinstance(leaf, torch.optim.Optimizer)]
 
 
 def sole_optimizer(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -219,12 +231,13 @@ def sole_optimizer(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optim
     return optimizers[0]
 
 
-def _leaves(result: Any) -> Iterator[Any]:
-    if isinstance(result, Mapping | list | tuple):
-        for part in result.values() if isinstance(result, Mapping) else result:
-            yield from _leaves(part)
+def leaves(made: Any) -> Iterator[Any]:
+    """What stands in mappings, lists and tuples in each other, or alone."""
+    if isinstance(made, Mapping | list | tuple):
+        for part in made.values() if isinstance(made, Mapping) else made:
+            yield from leaves(part)
     else:
-        yield result
+        yield made
 
 
 def no_data(build_model: Any, near: str = "") -> TaskError:
@@ -240,7 +253,7 @@ def may_be_lightning(build_model: Any) -> bool:
     """Whether `build_model` may return a LightningModule. Only calling it would tell for certain."""
     if isinstance(build_model, type):
         return is_lightning_class(build_model)
-    return not {"lightning", "pytorch_lightning"}.isdisjoint(sys.modules)
+    return any(name in sys.modules for name in _LIGHTNING)
 
 
 def may_have_data(build_model: Any) -> bool:
@@ -329,5 +342,91 @@ class LightningData:
         return self._made
 
 
-def _is_lightnings_own(base: type) -> bool:
-    return base.__name__ == "LightningModule" and base.__module__.split(".")[0] in ("lightning", "pytorch_lightning")
+class Validation:
+    """One validation after the other of a LightningModule, each between `begin` and `end`.
+
+    What `self.log` is told to reduce otherwise than to a mean over the set (`on_epoch=False`, `reduce_fx`) is left out.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._metrics: dict[str, Any] = {}  # torchmetrics by the names under which they were logged
+        self._says_something = False
+        self._num_batches = 0  # since `begin`
+
+    @staticmethod
+    def is_of(model: Any) -> bool:
+        """Whether a model is a LightningModule that says how it is validated."""
+        return is_lightning(model) and overrides(type(model), "validation_step")
+
+    def begin(self) -> None:
+        """Forget what was logged, and call the module's hook."""
+        for metric in self._metrics.values():
+            metric.reset()
+        self._metrics = {}
+        self._num_batches = 0
+        self._call("on_validation_epoch_start")
+
+    def of_batch(self, batch: Any) -> dict[str, torch.Tensor]:
+        """The means that `validation_step` logs; where it logs nothing, the loss that it returns, as `loss`."""
+        with self._logged() as logged:
+            returned = lightning_hook(self._model, "validation_step", batch, self._num_batches)
+        self._num_batches += 1
+        if not logged:
+            logged = {"loss": returned.get("loss") if isinstance(returned, Mapping) else returned}
+        self._metrics |= _metrics(logged)
+        found = _scalars(logged)
+        self._says_something |= bool(found)
+        return found
+
+    def at_the_end(self) -> dict[str, float]:
+        """What was logged as a metric, and what the module logs after the last batch. Raises TaskError if nothing ever was."""
+        with self._logged() as logged:
+            self._call("on_validation_epoch_end")
+        self._metrics |= _metrics(logged)
+        computed = {name: metric.compute() for name, metric in self._metrics.items()}
+        found = _scalars({**logged, **computed})
+        if not found and not self._says_something:
+            raise TaskError(
+                f"validation_step of {type(self._model).__name__} neither logged a mean nor returned a loss; "
+                "call self.log(name, value) in it, with the mean over the batch"
+            )
+        return {name: float(value) for name, value in found.items()}
+
+    def _call(self, hook: str) -> None:
+        if overrides(type(self._model), hook):
+            getattr(self._model, hook)()
+
+    @contextmanager
+    def _logged(self) -> Iterator[dict[str, Any]]:
+        """What the module logs inside the block, by name."""
+        model, logged = self._model, dict[str, Any]()
+
+        def log(
+            name: str, value: Any, *_: Any, on_epoch: bool | None = None, reduce_fx: Any = "mean", **__: Any
+        ) -> None:
+            if on_epoch is not False and reduce_fx in ("mean", torch.mean):
+                logged[name] = value
+
+        def log_dict(values: Mapping[str, Any], *_: Any, **options: Any) -> None:
+            for name, value in values.items():
+                log(name, value, **options)
+
+        before = model.log, model.log_dict
+        model.log, model.log_dict = log, log_dict
+        try:
+            yield logged
+        finally:
+            model.log, model.log_dict = before
+
+
+def _metrics(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if hasattr(value, "compute") and hasattr(value, "reset")}
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        str(name): torch.as_tensor(value).detach().reshape(())
+        for name, value in values.items()
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }

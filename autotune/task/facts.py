@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import TaskError, first_line
-from autotune.lazy import torch
 from autotune.records.inspection import TaskFacts
 from autotune.task import adapters, samples
-from autotune.task.describe import describe, element_type, shape
+from autotune.task.batches import CannotCutError, num_bytes, tensors, to_device
+from autotune.task.model_file import CONSTANTS, SIGNATURES
 from autotune.task.source import source_hash
-from autotune.task.usercode import is_allocation_failure, user_code
-from autotune.task.validation import CONSTANTS, SIGNATURES
-
-if TYPE_CHECKING:
-    from autotune.task.task import Task
-
+from autotune.task.task import Task
+from autotune.task.usercode import describe, element_type, is_allocation_failure, shape, user_code
 
 NUM_COUNTED = 32  # samples whose tokens are counted
 
@@ -28,8 +27,6 @@ def gather_facts(task: Task) -> TaskFacts:
     Raises:
         TaskError: one of them is not valid, or the user's code raised.
     """
-    from autotune.task.batches import num_bytes
-
     with user_code("your build_model"):
         model = task.model()
     with user_code("your configure_optimizers"):
@@ -99,14 +96,11 @@ def _class_of(optimizer: Any) -> str:
 
 def uses_batch_statistics(model: torch.nn.Module) -> bool:
     """Whether any module normalises over the samples of a micro batch."""
-    from torch.nn.modules.batchnorm import _BatchNorm
-
     return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
 
 
 def _shapes(task: Task) -> tuple[str, ...]:
     """Types and shapes of a small batch that is the same each time; empty if the user's code cannot provide one."""
-    from autotune.task.batches import tensors
 
     def found() -> tuple[str, ...]:
         return tuple(f"{element_type(tensor)} {shape(tensor)}" for tensor in tensors(task.small_batch(2)))
@@ -140,8 +134,6 @@ def check_task(task: Task, device: torch.device, batch_size: int = 2) -> float:
     Raises:
         TaskError: the task is not valid, or the user's code raised (with its frames).
     """
-    from autotune.task.batches import to_device
-
     with user_code("your build_model"):
         model = task.model()
     with user_code(
@@ -177,8 +169,6 @@ def check_task(task: Task, device: torch.device, batch_size: int = 2) -> float:
 
 
 def _batch(task: Task, batch_size: int) -> Any:
-    from autotune.task.batches import CannotCutError
-
     if task.make_batch is None:
         advice = "give a collate_fn(samples) that makes one batch of samples of unequal size, or correct it there"
         with user_code(f"making a batch of {batch_size} samples of your train_dataset", advice):
@@ -196,8 +186,6 @@ def _batch(task: Task, batch_size: int) -> Any:
 
 
 def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: torch.device) -> None:
-    from autotune.task.batches import to_device
-
     what = (
         "your training_step"
         if task.training_step
@@ -218,8 +206,6 @@ def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: tor
 
 
 def _check_whole_step(task: Task, model: torch.nn.Module, optimizers: Any, batch: Any, device: torch.device) -> None:
-    from autotune.task.batches import to_device
-
     before = [parameter._version for parameter in model.parameters()]
     with user_code("your own step", "correct it there, or what make_batch or train_dataset gives it, and run again"):
         task.whole_step(model, optimizers, to_device(batch, device))

@@ -18,12 +18,20 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.task import adapters
-from autotune.task.model_file import MODULE_PREFIX, did_you_mean, find_model_file, loaded_modules, name_of
+from autotune.task.model_file import (
+    CONSTANTS,
+    MODULE_PREFIX,
+    SIGNATURES,
+    did_you_mean,
+    find_model_file,
+    loaded_modules,
+    name_of,
+)
 from autotune.task.source import TaskSource, origin_of
 from autotune.task.task import Task
 from autotune.task.usercode import user_code, user_frames
-from autotune.task.validation import CONSTANTS, SIGNATURES
 
 _NAMES = (*SIGNATURES, *CONSTANTS)
 _SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole
@@ -78,8 +86,6 @@ def load_source(source: TaskSource) -> Task:
 
 
 def _unpickle(source: TaskSource) -> Task:
-    import torch
-
     # Shared pages count for no process's limit: the user's process holds the same tensors already, and that is counted.
     with (
         user_code("unpickling the task", "move its functions into a file model.py and give its path"),

@@ -8,7 +8,7 @@ from typing import Any
 from autotune.errors import TaskError
 from autotune.lazy import torch
 from autotune.records.inspection import LossKind
-from autotune.task.describe import describe
+from autotune.task.usercode import describe
 
 IGNORED_LABEL = -100  # what torch's cross entropy and Hugging Face models leave out of the mean
 

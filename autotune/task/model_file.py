@@ -1,20 +1,46 @@
-"""Model files: finding one, naming its task, and the modules that they became in this process."""
+"""Model files: finding one, naming its task, the modules that they became in this process, and what may stand in one.
+
+The parts of a task are validated as far as possible without running them.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
+import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from autotune.errors import TaskError
+from autotune.task.usercode import is_user_file
 
 MODULE_PREFIX = "autotune_model_"  # of the names of their modules
 _GENERIC_STEMS = frozenset({"model", "train", "main"})
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    "build_model": (),
+    "make_batch": ("batch_size",),
+    "training_step": ("model", "batch"),
+    "train_step": ("model", "optimizers", "batch"),
+    "configure_optimizers": ("model",),
+    "train_dataset": (),
+    "collate_fn": ("samples",),
+    "checkpoint_blocks": ("model",),
+    "loss_weight": ("batch",),
+    "eval_step": ("model", "batch"),
+    "eval_dataset": (),
+    "eval_collate_fn": ("samples",),
+}
+ONE_OF_SEVERAL = ("variant_name",)  # what build_model takes where the task names several
+NOTHING_TO_EVALUATE = (
+    "a whole optimizer step of the task's own gives no loss to evaluate with; write eval_step(model, batch) that returns "
+    "the mean loss of the batch, or a dict of such means"
+)
+_WITHOUT_TRAIN_STEP = ("training_step", "loss_weight", "max_grad_norm")
 
 
 @dataclass(frozen=True)
@@ -77,3 +103,107 @@ def _near_files(path: Path) -> str:
     if not path.parent.is_dir():
         return f" (nor a folder {path.parent})"
     return did_you_mean(path.with_suffix(".py").name, sorted(entry.name for entry in path.parent.glob("*.py")))
+
+
+def check_fields(given: Mapping[str, Any]) -> None:
+    """Check the signatures of a task's functions, and its constants.
+
+    Args:
+        given: the fields of a `Task` by name.
+
+    Raises:
+        TaskError: the first mistake, with what was expected.
+    """
+    for name in SIGNATURES:
+        function = given[name]
+        if function is not None or name == "build_model":
+            check_signature(name, function, ONE_OF_SEVERAL if name == "build_model" and given["variants"] else None)
+    if given["train_step"] is not None:
+        for name in _WITHOUT_TRAIN_STEP:
+            if given[name] is not None:
+                raise TaskError(
+                    f"there is train_step, which is a whole optimizer step of its own, and {name}, which it leaves unused; "
+                    f"do that inside train_step and leave {name} out, or leave train_step out"
+                )
+        if given["eval"] is True and given["eval_step"] is None:
+            raise TaskError(f"EVAL is True, and {NOTHING_TO_EVALUATE}")
+    if given["eval_collate_fn"] is not None and given["eval_dataset"] is None:
+        raise TaskError(
+            "there is eval_collate_fn without eval_dataset, of whose samples it makes batches; write eval_dataset(), or leave "
+            "eval_collate_fn out"
+        )
+    for name, (is_valid, expected) in CONSTANTS.items():
+        value = given[name.lower()]
+        if value is not None and not is_valid(value):
+            seen = f"{name.lower()} ({name} in a model file) is {value!r:.200}"
+            raise TaskError(f"{seen}; expected {expected}, or leave it out")
+
+
+def check_signature(name: str, function: Any, parameters: tuple[str, ...] | None = None) -> None:
+    """Check that `function` can be called as the task's function `name` is called, by default with its `SIGNATURES`."""
+    parameters = SIGNATURES[name] if parameters is None else parameters
+    expected = f"{name}({', '.join(parameters)})"
+    if not callable(function):
+        raise TaskError(f"{name} is {function!r:.80}; expected a function {expected}: write `def {expected}: ...`")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        what = f"the class {function.__name__}" if isinstance(function, type) else name
+        loss_alone = "; one that only returns the loss is training_step(model, batch)" if name == "train_step" else ""
+        raise TaskError(
+            f"{what}{_without_annotations(signature)}{_where(function)} cannot be called as {expected}: {error}; "
+            f"change its parameters to ({', '.join(parameters)}), or give the others default values{loss_alone}"
+        ) from None
+
+
+def _is_config_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and type(choice) in (int, str, bool) for key, choice in value.items()
+    )
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and len(set(value)) == len(value) and all(type(name) is str and name for name in value)
+
+
+# name in a model file, in small letters a task's -> what makes a value of it valid, and what is expected
+CONSTANTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "GLOBAL_BATCH": (
+        lambda value: type(value) is int and value > 0,
+        "a whole number of samples per optimizer step, at least 1: set it to what you train with",
+    ),
+    "BASELINE": (
+        _is_config_dict,
+        'a config dict such as {"batch_size": 32, "amp": "bf16"}: name what you run today',
+    ),
+    "MAX_GRAD_NORM": (_is_positive, "a positive number such as 1.0: gradients are clipped to this norm"),
+    "VARIANTS": (_are_names, 'a list of names such as ["small", "base"]: build_model takes one of them'),
+    "FREEZE": (
+        _are_names,
+        'a list of names such as ["encoder", "encoder.layers.0"]: modules or parameters of the model',
+    ),
+    "EVAL": (
+        lambda value: type(value) is bool,
+        "True to search the batch size for evaluation too (what to compute, say in eval_step(model, batch), and on what "
+        "data, in eval_dataset())",
+    ),
+}
+
+
+def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+
+
+def _where(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    return f" on line {code.co_firstlineno}" if code is not None and is_user_file(code.co_filename) else ""

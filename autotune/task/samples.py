@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
-from autotune.task.describe import describe
-from autotune.task.usercode import user_code
+from autotune.task.usercode import describe, user_code
 from autotune.units import plural
 
 NUM_SAMPLED = 512
@@ -60,7 +59,7 @@ def dataset_size(dataset: Any) -> int | None:
         return None
 
 
-def widest_first(dataset: Any, *, seed: int = 0) -> Sampled:
+def widest_first(dataset: Any) -> Sampled:
     """Positions of up to 512 samples, the widest first. They are drawn at random within 2 s; a stream gives its first ones.
 
     The width of a sample is the number of elements of its tensors and arrays, or the length of its sequences.
@@ -73,7 +72,7 @@ def widest_first(dataset: Any, *, seed: int = 0) -> Sampled:
     if size is None:
         samples = itertools.islice(read_stream(dataset), NUM_SAMPLED)
     else:
-        positions = random.Random(seed).sample(range(size), min(size, NUM_SAMPLED))
+        positions = random.Random(0).sample(range(size), min(size, NUM_SAMPLED))
         samples = ((position, read(dataset, position)) for position in positions)
     for position, sample in samples:
         widths.append((width(sample), position))

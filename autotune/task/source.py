@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from autotune.errors import TaskError
+from autotune.lazy import torch
 from autotune.task.model_file import Origin, find_model_file, loaded_modules, name_of
 from autotune.task.task import Task
 from autotune.task.usercode import is_user_file
@@ -218,7 +219,6 @@ def _file(module: ModuleType) -> str | None:
 
 def _save(task: Task, file: Path) -> None:
     import cloudpickle
-    import torch
 
     by_value = loaded_modules()
     for module in by_value:  # another process cannot import a model file by name

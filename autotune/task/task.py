@@ -10,14 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import TaskError, first_line
-from autotune.given import given
-from autotune.lazy import torch
+from autotune.lazy import given, torch
 from autotune.randomness import keep_randomness
 from autotune.records.config import BATCH_SIZE, DEFAULT_BATCH_SIZE, Choice
-from autotune.task import adapters, losses, samples, validation
-from autotune.task.describe import describe
-from autotune.task.lightning_validation import Validation
+from autotune.task import adapters, losses, model_file, samples
+from autotune.task.adapters import Validation
 from autotune.task.model_file import Origin
+from autotune.task.usercode import describe
 
 if TYPE_CHECKING:
     from autotune.task.batches import CannotCutError, Cuts
@@ -87,7 +86,7 @@ class Task:
     origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        validation.check_fields(vars(self))
+        model_file.check_fields(vars(self))
         if self.make_batch is None and self.train_dataset is None:
             data = adapters.LightningData(
                 partial(self.build_model, *self.variants[:1]) if self.variants else self.build_model
@@ -133,16 +132,17 @@ class Task:
             changes["train_dataset"] = own.train_dataset
             if self.collate_fn == data.collate_fn:
                 changes["collate_fn"] = own.collate_fn
-        task = replace(self, origin=origin, **changes)
-        _KNOWN[task] = replace(_KNOWN.setdefault(self, _Known()), last_model=None)
-        return task
+        return self._with_same_data(origin=origin, **changes)
 
     def on_evaluation_data(self) -> Task:
         """The same task with any batch, trained on what it is evaluated on: its sessions show what evaluating takes."""
         if self._evaluates_on is not None:
             function, collate_fn = self._evaluates_on
             return replace(self, global_batch=None, make_batch=None, train_dataset=function, collate_fn=collate_fn)
-        task = replace(self, global_batch=None)
+        return self._with_same_data(global_batch=None)
+
+    def _with_same_data(self, **changes: Any) -> Task:
+        task = replace(self, **changes)
         _KNOWN[task] = replace(_KNOWN.setdefault(self, _Known()), last_model=None)
         return task
 
@@ -162,17 +162,13 @@ class Task:
         owner = getattr(self.train_dataset, "__self__", None)
         return owner if isinstance(owner, adapters.LightningData) else None
 
-    def built(self) -> Any:
-        """What `build_model` returns for the first of `variants`, whatever it is."""
-        return self.build_model(*(self.variants or ())[:1])
-
     def model(self) -> torch.nn.Module:
-        """Build the model, on the CPU, in training mode.
+        """Build the model, of the first of `variants`, on the CPU, in training mode.
 
         Raises:
             TaskError: the result is not a module, has nothing to train, or is not a new model.
         """
-        model = self.built()
+        model: Any = self.build_model(*(self.variants or ())[:1])
         if not isinstance(model, torch.nn.Module):
             hint = "is `return model` missing?" if model is None else "return the module itself"
             raise TaskError(f"build_model returned {describe(model)}; expected a torch.nn.Module: {hint}")
@@ -226,7 +222,7 @@ class Task:
                     "given; expected one over `model.parameters()` of its argument, not over those of another model"
                 )
         if adapters.is_lightning(model):
-            adapters.configured(model, result)
+            adapters.give_optimizers(model, result)
         if self.takes_whole_steps:
             if self.train_step is None:
                 adapters.take_manual_steps(model)
@@ -287,7 +283,7 @@ class Task:
         """
         if self.eval_step is None:
             if self.takes_whole_steps:
-                raise TaskError(validation.NOTHING_TO_EVALUATE)
+                raise TaskError(model_file.NOTHING_TO_EVALUATE)
             return {"loss": self.loss(model, batch)}
         found = self.eval_step(model, batch)
         values = dict(found) if isinstance(found, Mapping) else {"loss": found}
@@ -322,23 +318,35 @@ class Task:
                     return terms
         return float(num_samples)
 
-    def batch(self, batch_size: int) -> Any:
+    def batch(self, batch_size: int, positions: Sequence[int] = ()) -> Any:
         """A micro batch of `batch_size` samples, of the largest shape, on the CPU. Raises TaskError.
 
         What `make_batch` or the collate function makes of that number is believed, whatever its shape.
+
+        Args:
+            positions: of samples of the training set, in place of the widest.
         """
-        return self._batch(batch_size, None)
+        if self.make_batch is not None:
+            name, batch = "make_batch", self.make_batch(batch_size)
+        else:
+            members = samples.widest_samples(self.dataset(), positions or self.widest(), batch_size)
+            name, batch = "collate_fn", (self.collate_fn or torch.utils.data.default_collate)(members)
+        if batch is None:
+            raise TaskError(f"{name} returned None; expected a batch: is `return` missing?")
+        if isinstance(batch, Iterator):
+            raise TaskError(
+                f"{name} returned {describe(batch)}, which can be read once only; expected a batch: make a list of it"
+            )
+        return batch
 
     def small_batch(self, batch_size: int) -> Any:
         """Like `batch`, of the first samples of the training set instead of its widest: quick, and always the same ones."""
-        return self._batch(batch_size, range(batch_size))
+        return self.batch(batch_size, range(batch_size))
 
     def batch_of(self, positions: Sequence[int]) -> Any:
         """A micro batch of the training set's samples at these positions (of a stream, counted from its start). Raises TaskError."""
-        from torch.utils.data import default_collate
-
         members = samples.widest_samples(self.dataset(), positions, len(positions))
-        return (self.collate_fn or default_collate)(members)
+        return (self.collate_fn or torch.utils.data.default_collate)(members)
 
     def cuts(self) -> Cuts:
         """Where the samples of a batch are, so that others than `make_batch` can cut it; found once per process.
@@ -422,22 +430,6 @@ class Task:
     def use_widest(self, positions: Sequence[int]) -> None:
         """Use `positions` as the result of `widest`."""
         _KNOWN.setdefault(self, _Known()).widest = tuple(positions)
-
-    def _batch(self, batch_size: int, positions: Sequence[int] | None) -> Any:
-        from torch.utils.data import default_collate
-
-        if self.make_batch is not None:
-            name, batch = "make_batch", self.make_batch(batch_size)
-        else:
-            members = samples.widest_samples(self.dataset(), positions or self.widest(), batch_size)
-            name, batch = "collate_fn", (self.collate_fn or default_collate)(members)
-        if batch is None:
-            raise TaskError(f"{name} returned None; expected a batch: is `return` missing?")
-        if isinstance(batch, Iterator):
-            raise TaskError(
-                f"{name} returned {describe(batch)}, which can be read once only; expected a batch: make a list of it"
-            )
-        return batch
 
     def _known(self) -> _Known:
         """Facts that a built model tells. Where one has to be built for them, nobody's random numbers change."""

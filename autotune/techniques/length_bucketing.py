@@ -56,7 +56,7 @@ class LengthBucketing(Switch):
 
     def why_not(self, setting: Setting) -> str:
         """It applies where samples of unequal length are padded to the longest of their batch."""
-        from autotune.task.lengths import sample_lengths
+        from autotune.task.unequal_samples import sample_lengths
 
         task = setting.task
         if task.dataset() is None:

@@ -1,16 +1,148 @@
-"""A search as experiment trackers know it. One file a tracker; entry points of other packages bring more."""
+"""Trackers: listeners that keep each probe, and the answer, where somebody keeps their other experiments.
+
+One file a tracker; entry points of other packages bring more.
+"""
 
 from __future__ import annotations
 
+import logging
+from abc import abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from typing import Any, ClassVar, Self
 
 from autotune import plugins
-from autotune.errors import ConfigError
-from autotune.trackers.base import Answer, Point, Start, Tracker
-
-__all__ = ["Answer", "Point", "Start", "Tracker", "tracker", "trackers"]
+from autotune.errors import ConfigError, in_one_line
+from autotune.records.config import Choice
+from autotune.records.study import Trial
+from autotune.tuning.events import Event, Listener, ProbeEnded, SearchEnded, SearchStarted
 
 GROUP = "autotune.trackers"
+_FIGURES = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "step_s", "peak_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A search begins. `facts`: task, device, objective, memory limit and the like."""
+
+    study: str
+    task: str
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A probe ended.
+
+    Attributes:
+        number: of the probe, in the study.
+        config: the whole config dict.
+        figures: `samples_per_s` with its interval, `step_s`, `peak_bytes`, as far as they were measured; `wall_s`, `feasible`
+            (1 or 0).
+        facts: `stage`, `outcome` and its `cause`.
+    """
+
+    number: int
+    config: dict[str, Choice]
+    figures: dict[str, float]
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The search's answer.
+
+    Attributes:
+        figures: `samples_per_s`, `peak_bytes`, `speedup` with its interval as far as it is known, `probes`, `wall_s`.
+        facts: `verdict`, and what it is about.
+    """
+
+    config: dict[str, Choice]
+    figures: dict[str, float]
+    facts: dict[str, str]
+
+
+class Tracker(Listener):
+    """Keeps the points of a search somewhere, on a thread of its own: a server that is slow, or gone, does not hold a search up.
+
+    `begin` comes first, then `point` after each probe, `answer` and, however the search ended, `finish`. `autotune search --track NAME`
+    exists because its file is there; another package offers one as an entry point in the group `autotune.trackers`.
+
+    Attributes:
+        name: the NAME of `--track NAME[:WHERE]`.
+        summary: one line for the help.
+        package: what it imports.
+        install: what pip calls that.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    package: ClassVar[str]
+    install: ClassVar[str]
+
+    def __init__(self, where: str = "") -> None:
+        self.where = where
+
+    def __enter__(self) -> Self:
+        """Begin.
+
+        Raises:
+            ConfigError: the tracker's package is not installed.
+        """
+        if find_spec(self.package) is None:
+            raise ConfigError(
+                f"--track {self.name} needs {self.install}, which is not installed; `pip install {self.install}` adds it"
+            )
+        self._failed = False
+        self._began = False
+        self._todo = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"autotune-{self.name}")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Wait until everything is kept."""
+        if self._began:
+            self._todo.submit(self._take, self.finish)
+        self._todo.shutdown()
+
+    def on(self, event: Event) -> None:
+        """Pass an event on, if it is one of the three kinds that trackers keep."""
+        if isinstance(event, SearchStarted):
+            self._began = True
+            self._todo.submit(self._take, self.begin, _start(event))
+        elif isinstance(event, ProbeEnded):
+            self._todo.submit(self._take, self.point, _point(event.trial))
+        elif isinstance(event, SearchEnded):
+            self._todo.submit(self._take, self.answer, _answer(event))
+
+    def _take(self, keep: Any, *what: Any) -> None:
+        """Keep something. After a failure, which is logged once, nothing more is kept."""
+        if self._failed:
+            return
+        try:
+            keep(*what)
+        except Exception as error:
+            self._failed = True
+            logging.getLogger("autotune").warning(
+                "tracking by %s ends here, the search goes on: %s", self.name, in_one_line(error)
+            )
+
+    @abstractmethod
+    def begin(self, start: Start) -> None:
+        """A search begins. Searches of other trainings of the same task begin after it; points then belong to those."""
+
+    @abstractmethod
+    def point(self, point: Point) -> None:
+        """A probe ended."""
+
+    @abstractmethod
+    def answer(self, answer: Answer) -> None:
+        """The search has its answer."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The search has ended; without an answer, if none came before."""
 
 
 @cache
@@ -37,3 +169,38 @@ def tracker(text: str) -> Tracker:
             f"--track {text!r}: {name!r} is not a known tracker; expected NAME or NAME:WHERE, with one of {there}"
         )
     return trackers()[name](where)
+
+
+def _start(event: SearchStarted) -> Start:
+    names = ("device", "objective", "memory_limit_bytes", "headroom", "budget_s", "storage", "num_configs")
+    return Start(study=event.study, task=event.task, facts={name: getattr(event, name) for name in names})
+
+
+def _point(trial: Trial) -> Point:
+    outcome = trial.outcome
+    found = {name: float(getattr(outcome.measurement, name)) for name in _FIGURES if outcome.measurement is not None}
+    return Point(
+        number=trial.number,
+        config=trial.config.as_dict(),
+        figures={**found, "wall_s": outcome.wall_s, "feasible": float(trial.feasible)},
+        facts={"stage": trial.stage, "outcome": str(outcome.kind), "cause": outcome.cause},
+    )
+
+
+def _answer(event: SearchEnded) -> Answer:
+    result = event.result
+    low, high = result.speedup_ci or (None, None)
+    figures = {
+        "samples_per_s": result.samples_per_s,
+        "peak_bytes": float(result.peak_bytes),
+        "speedup": result.speedup,
+        "speedup_low": low,
+        "speedup_high": high,
+        "probes": float(result.cost.probes),
+        "wall_s": result.cost.wall_s,
+    }
+    return Answer(
+        config=dict(result.config),
+        figures={name: figure for name, figure in figures.items() if figure is not None},
+        facts={"verdict": result.verdict, "limit": result.reasons.limit, "warnings": "\n".join(result.warnings)},
+    )

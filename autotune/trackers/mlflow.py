@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.records.config import Choice
 from autotune.records.outcome import Kind
-from autotune.trackers.base import Answer, Point, Start, Tracker
+from autotune.trackers import Answer, Point, Start, Tracker
 
 _LONGEST = 500  # characters of a value, which every version of MLflow takes
 

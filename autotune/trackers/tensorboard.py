@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from autotune.trackers.base import Answer, Point, Start, Tracker
+from autotune.trackers import Answer, Point, Start, Tracker
 
 
 class TensorBoard(Tracker):
@@ -47,8 +48,6 @@ class TensorBoard(Tracker):
 
 def _table(cells: dict[str, Any]) -> str:
     """Markdown. It is shown as HTML, so nothing in it may be taken for that."""
-    from html import escape
-
     rows = (
         f"| {name} | {escape(' '.join(str(value).split())).replace('|', '&#124;')} |" for name, value in cells.items()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autotune.trackers.base import Answer, Point, Start, Tracker
+from autotune.trackers import Answer, Point, Start, Tracker
 
 
 class WandB(Tracker):

@@ -11,7 +11,7 @@ from autotune.prediction.roofline import Roofline
 from autotune.records.config import Config
 from autotune.records.measured import Measured, Rival, front_of
 from autotune.records.outcome import Outcome
-from autotune.records.result import Compiling, Cost, Goal, PlayOff, Reasons, Result, Subject
+from autotune.records.result import Compiling, Cost, Goal, PlayOffOutcome, Reasons, Result, Subject
 from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
 from autotune.tuning import shortage, why
@@ -110,7 +110,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         speedup_ci=None if is_baseline or not speedup else (speedup[1], speedup[2]),
         verdict=verdict,
         undecided=undecided,
-        play_off=PlayOff(
+        play_off=PlayOffOutcome(
             confirmed=confirmed is not None,
             finalists=_finalists(standing),
             num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
@@ -181,7 +181,8 @@ def _compiling(search: Search, answer: Config, ran_through: Sequence[Measured]) 
     won = None
     if plain and answer in known:
         fastest = max(plain, key=lambda found: found.samples_per_s)
-        won = why.break_even(answer, known[answer], fastest, cold_s)
+        samples_per_step = answer.plan_in(search.inspection.known_world).samples_per_step
+        won = why.break_even(samples_per_step, known[answer], fastest, cold_s)
     steps, seconds = won or (None, None)
     return Compiling(compile_cold_s=cold_s or None, break_even_steps=steps, break_even_s=seconds)
 

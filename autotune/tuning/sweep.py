@@ -56,6 +56,9 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S, compiled=compiled
     )
     require_possible(runner.techniques, {}, (*options.grid, *options.include), options.exclude)
+    for name, wanted in options.grid.items():
+        for choice in wanted:
+            runner.techniques.validate(name, choice)
     trained = _trained_choices(options.grid, runner.techniques)
     begun = table.read(options.out, runner.techniques) if options.out.exists() else None
     limit_bytes = options.memory_limit_bytes or (

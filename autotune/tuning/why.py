@@ -61,17 +61,18 @@ def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Conf
     return at_one_time(found, {Config(tuple(found.config.items())): found for found in confirmed}, disturbed)
 
 
-def break_even(answer: Config, found: Measured, plain: Measured, compile_s: float) -> tuple[int, float] | None:
+def break_even(samples_per_step: int, found: Measured, plain: Measured, compile_s: float) -> tuple[int, float] | None:
     """Optimizer steps of an answer, and seconds from the start of training, after which compiling has paid.
 
     Args:
+        samples_per_step: of the answer, in all processes that train together.
         plain: what a config that compiles nothing was measured to do.
         compile_s: what the answer takes to compile.
 
     Returns:
         None where the answer compiles nothing, or is no faster.
     """
-    step_s, plain_step_s = (answer.samples_per_step / measured.samples_per_s for measured in (found, plain))
+    step_s, plain_step_s = (samples_per_step / measured.samples_per_s for measured in (found, plain))
     if not compile_s or step_s >= plain_step_s:
         return None
     steps = math.ceil(compile_s / (plain_step_s - step_s))

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.cards [--cards NAME...] [--models NAME...] [--budget 60s] [--large]     with torch's CUDA build
 
-With `--large` the models are so large that the baseline fits on some of the cards alone, and barely there. Kernels compute nothing there and take a made-up time, so no speed is shown: how each search ended, how many probes ran out of
-memory, and how far the memory that it tells for the front lies from what the driver had booked for that process at its peak.
+With `--large` the models are so large that the baseline fits on some of the cards alone, and barely there. Kernels compute nothing
+there and take a made-up time, so no speed is shown: how each search ended, how many probes ran out of memory, and how far the memory
+that it tells for the front lies from what the driver had booked for that process at its peak.
 """
 
 from __future__ import annotations

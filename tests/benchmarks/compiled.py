@@ -74,7 +74,7 @@ def row(study: str, budget: str, rounds: int) -> str:
     of_plain, of_compiled = measured(plain, outcomes[0]), measured(compiled, outcomes[1])
     cold_s = max(b.compile_cold_s for _, b in pairs)
     cached_s = min(b.compile_s for _, b in pairs)
-    paid = break_even(compiled, of_compiled, of_plain, cold_s)
+    paid = break_even(compiled.samples_per_step, of_compiled, of_plain, cold_s)
     when = f"{plural(paid[0], 'step')}, {paid[1] / 3600:.2g} h" if paid else "never"
     memory = of_compiled.peak_bytes / of_plain.peak_bytes
     return (

@@ -12,7 +12,7 @@ import pytest
 
 from autotune import cli
 from autotune.records.explanation import LOSS, Explanation
-from autotune.report import explanation_picture
+from autotune.report import plots
 from autotune.report.explanation import explanation_sections
 from autotune.report.terminal import as_text
 from autotune.techniques import find_techniques
@@ -130,7 +130,7 @@ def test_the_picture_is_drawn(explained: Explanation, folder: Path) -> None:
 def test_the_bars_of_the_picture_begin_at_zero(explained: Explanation) -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     assert explained.memory is not None
-    ax = explanation_picture.bars(explained.memory, figure.subplots())
+    ax = plots.bars(explained.memory, figure.subplots())
     assert ax.get_xlim()[0] == 0 and ax.get_xticks()[0] == 0
 
 

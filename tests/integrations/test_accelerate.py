@@ -16,7 +16,7 @@ from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from tests.coupling.searches import rewarding_cutting
 from tests.integrations.answers import known
-from tests.integrations.test_live import dataset, net
+from tests.integrations.test_base import dataset, net
 from tests.notes import Notes
 
 accelerate = pytest.importorskip("accelerate")

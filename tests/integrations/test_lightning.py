@@ -16,7 +16,7 @@ from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 from tests.integrations.answers import known
-from tests.integrations.test_live import CLASSES, FEATURES, dataset, net
+from tests.integrations.test_base import CLASSES, FEATURES, dataset, net
 
 lightning = pytest.importorskip("lightning")
 from autotune.integrations import lightning as integration  # noqa: E402

@@ -20,10 +20,10 @@ from autotune.task import load_task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 from tests.integrations.answers import known
+from tests.integrations.test_base import CLASSES, dataset, net
 from tests.integrations.test_lightning import QUIET
 from tests.integrations.test_lightning import Data as OthersData
 from tests.integrations.test_lightning import trainer_of as others_trainer
-from tests.integrations.test_live import CLASSES, dataset, net
 
 pl = pytest.importorskip("pytorch_lightning")
 lightning = pytest.importorskip("lightning")

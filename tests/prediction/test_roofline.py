@@ -21,7 +21,7 @@ from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.task import Task
-from autotune.task.lengths import LengthDistribution
+from autotune.task.unequal_samples import LengthDistribution
 from autotune.techniques import Phase, Technique, Techniques, find_techniques
 from autotune.techniques.build import Build, Setting
 from tests.closed_form import inspection, measurement

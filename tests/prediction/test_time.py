@@ -14,7 +14,7 @@ from autotune.records.config import Config
 from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
-from autotune.task.lengths import LengthDistribution
+from autotune.task.unequal_samples import LengthDistribution
 from autotune.techniques import find_techniques
 from tests.closed_form import SIZES, ClosedFormRunner, inspection, measurement
 from tests.rough_world import RoughRunner, rough_inspection

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autotune.coupling.dropout_off import dropout_off
+from autotune.coupling.draws import dropout_off
 from autotune.probe.checks import EXACT_ERROR, run_checks
 from autotune.task import Task
 from autotune.techniques import find_techniques, recomputation

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.coupling.dropout_off import dropout_off
+from autotune.coupling.draws import dropout_off
 from autotune.devices.cpu import CpuDevice
 from autotune.probe import measure
 from autotune.probe.measure import dense_values

@@ -21,7 +21,7 @@ from autotune.records.config import Config
 from autotune.records.formats import Group
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.result import Cost, Effect, Goal, PlayOff, Reasons, Result, Subject
+from autotune.records.result import Cost, Effect, Goal, PlayOffOutcome, Reasons, Result, Subject
 from autotune.records.study import Prediction
 from autotune.techniques import find_techniques
 from autotune.units import MIB
@@ -147,7 +147,7 @@ def answer(storage: str) -> Result:
         speedup=ratio,
         speedup_ci=(ratio * 0.98, ratio * 1.02),
         verdict="faster",
-        play_off=PlayOff(finalists=(best, play_off(RUNNER_UP))),
+        play_off=PlayOffOutcome(finalists=(best, play_off(RUNNER_UP))),
         front=(play_off(config(2, "bf16", 4)), play_off(config(8, "bf16", 0, "fused")), best),
         reasons=Reasons(
             effects=(

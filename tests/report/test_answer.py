@@ -1,4 +1,4 @@
-"""What is told of an answer."""
+"""What is told of an answer, also by `print(result)` and `result.summary()`, and the lines that run it: exactly what was measured."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.cli.parser import build_parser
 from autotune.records.measured import Dropped, Rival
 from autotune.records.result import DeviceUse, Result
-from autotune.report.answer import answer_sections
+from autotune.report.answer import answer_sections, python_lines, verify_command
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
 from autotune.techniques import find_techniques
+from autotune.units import parse_bytes
 from tests.report.sample_study import ANSWER, BASELINE, but
 
 complete = find_techniques().complete
@@ -38,6 +40,11 @@ def test_the_verdict_comes_with_its_interval(result: Result) -> None:
     assert "Faster: 1.73x the baseline's throughput (95% interval 1.70x to 1.77x), with 0.81x its memory." in _flat(
         text_of(result)
     )
+
+
+def test_compiling_that_nothing_shows_to_be_won_back_is_not_said_to_be_lost(result: Result) -> None:
+    said = "against the fastest config that compiles nothing, what was measured does not show that this is won back."
+    assert said in _flat(text_of(but(result, compile_cold_s=40.0)))
 
 
 def test_the_distance_from_the_devices_limits_is_told_and_tokens_where_they_are_counted(result: Result) -> None:
@@ -281,3 +288,92 @@ def test_a_front_without_the_answer_does_not_say_that_nothing_beats_it(result: R
     lucky = replace(only, config={**only.config, "batch_size": 4})
     text = _flat(text_of(replace(result, front=(lucky,))))
     assert "the answer is not among them" in text and "no other config" not in text
+
+
+def test_an_answer_prints_itself_in_two_lines(study: Study) -> None:
+    assert study.result is not None
+    gain, config = str(study.result).splitlines()
+    assert gain == "faster: 1.73x the baseline (95% interval 1.70x to 1.77x), with 0.81x its memory"
+    assert config.startswith("batch 24 x2, bf16") and " samples/s, " in config and "summary()" in config
+    assert repr(study.result) == str(study.result)
+
+
+def test_a_baseline_that_is_kept_is_said_in_two_lines_too(study: Study) -> None:
+    assert study.result is not None and study.result.baseline is not None
+    kept = replace(study.result, verdict="same", config=study.result.baseline.config, speedup=1.0, speedup_ci=None)
+    assert str(kept).splitlines()[0] == "same" and len(str(kept).splitlines()) == 2
+    alone = replace(study.result, baseline=None, speedup=None, speedup_ci=None)
+    assert str(alone).splitlines()[0] == "runs where the baseline does not"
+
+
+def test_the_summary_is_what_the_command_prints(study: Study) -> None:
+    assert study.result is not None
+    assert study.result.summary(80) == as_text(
+        answer_sections(study.result, find_techniques(), model=study.result.model), 80
+    )
+
+
+CONFIG = {"batch_size": 16, "accumulation_steps": 32, "amp": "bf16"}
+EVERYTHING: dict[str, str | int] = {"device": "cpu", "global_batch": 512, "memory_limit": 3 * 2**29}
+
+
+def _lines(model: str, asked: dict[str, str | int], width: int = 80) -> str:
+    return "\n".join(line for code in python_lines(model, asked) for line in code.lines(width))
+
+
+def prepared_with(
+    model: str, asked: dict[str, str | int], width: int = 80
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Run the Python lines; returns what `prepare` was called with."""
+    calls = []
+
+    class Autotune:
+        @staticmethod
+        def prepare(*args: object, **options: object) -> object:
+            calls.append((args, options))
+            return type("Session", (), {"loader": [1, 2], "step": lambda self, batch: batch})()
+
+    exec(_lines(model, asked, width), {"autotune": Autotune, "config": CONFIG, "task": "the task"})
+    return calls[0]
+
+
+def test_nothing_is_said_of_defaults() -> None:
+    assert _lines("model.py", {}).splitlines()[0] == 'session = autotune.prepare("model.py", config)'
+    command = """autotune verify model.py --config '{"batch_size": 16, "accumulation_steps": 32, "amp": "bf16"}' --steps 100"""
+    assert verify_command(CONFIG, find_techniques(), "model.py", {}) == command
+
+
+def test_what_was_asked_of_the_search_is_given_on() -> None:
+    assert prepared_with("my gpt.py:task", EVERYTHING) == (
+        ("my gpt.py:task", CONFIG),
+        {"device": "cpu", "global_batch": 512},
+    )
+    options = build_parser().parse_args(
+        shlex.split(verify_command(CONFIG, find_techniques(), "my gpt.py:task", EVERYTHING))[1:]
+    )
+    assert (options.model, options.device, options.global_batch) == ("my gpt.py:task", "cpu", "512")
+    assert options.memory_limit == "1536MiB"
+
+
+@pytest.mark.parametrize("limit", [2**30, 12 * 2**30, 700 * 2**20, 2**20 + 1, 25276502016, 80 * 2**40])
+def test_a_memory_limit_is_given_to_the_byte(limit: int) -> None:
+    words = shlex.split(verify_command(CONFIG, find_techniques(), "model.py", {"memory_limit": limit}))
+    assert parse_bytes(words[words.index("--memory-limit") + 1]) == limit
+
+
+def test_lines_are_wrapped_between_arguments() -> None:
+    model = "a folder with many words/gpt.py"
+    assert all(len(line) <= 62 for line in _lines(model, EVERYTHING, 62).splitlines())
+    for width in (20, 62, 100):
+        assert prepared_with(model, EVERYTHING, width) == prepared_with(model, EVERYTHING)
+
+
+def test_a_name_with_quotes_and_other_letters_stays_a_name() -> None:
+    name = "größtes 'mo\"dell.py"
+    assert prepared_with(name, {})[0][0] == name
+    assert shlex.split(verify_command(CONFIG, find_techniques(), name, {}))[2] == name
+
+
+def test_a_task_built_in_python_is_run_from_there() -> None:
+    assert prepared_with("", {"device": "cpu"}) == (("the task", CONFIG), {"device": "cpu"})
+    assert verify_command(CONFIG, find_techniques(), "", {"device": "cpu"}) == ""

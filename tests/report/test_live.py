@@ -16,9 +16,7 @@ import pytest
 
 from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.records.study import Trial
-from autotune.report.dashboard import Dashboard
-from autotune.report.live import Lines, live_listener
-from autotune.report.progress import best_speed
+from autotune.report.live import Dashboard, Lines, best_speed, live_listener
 from autotune.techniques import find_techniques
 from autotune.tuning.events import (
     Event,
@@ -210,7 +208,7 @@ def _drawn(terminal: tuple[TextIO, Callable[[], str]]) -> str:
     with view:
         for event in _events():
             view.on(event)
-        view.refresh()
+        view._live.refresh()
     return close()
 
 
@@ -244,7 +242,7 @@ def test_a_terminal_shows_the_running_probe(terminal: tuple[TextIO, Callable[[],
         view.on(
             ProbeStarted(number=7, stage="play-off", config=ANSWER, reason="round 2", prediction=None, elapsed_s=30.0)
         )
-        cast(Dashboard, view).refresh()
+        cast(Dashboard, view)._live.refresh()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
     assert "#7 play-off, 1 s  batch 24 x2, bf16, fused  round 2" in drawn
 
@@ -255,7 +253,7 @@ def test_a_resumed_search_shows_what_is_known_before_its_first_probe_has_ended(
     stream, close = terminal
     with live_listener(stream, quiet=False) as view:
         view.on(STARTED)
-        cast(Dashboard, view).refresh()
+        cast(Dashboard, view)._live.refresh()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
     for fact in ("searching batch_size (7), amp (2)", "baseline  43.5 samples/s", "1 probe: 1 ok"):
         assert fact in drawn, fact
@@ -270,8 +268,8 @@ def test_a_terminal_that_is_resized_is_drawn_anew(columns: int, terminal: tuple[
         for event in _events():
             view.on(event)
         cast(Dashboard, view)._console.width = columns
-        cast(Dashboard, view).refresh()
-        cast(Dashboard, view).refresh()
+        cast(Dashboard, view)._live.refresh()
+        cast(Dashboard, view)._live.refresh()
     before, after = close().split("\x1b[2J\x1b[H")  # once
     rest = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", after)
     assert rest.count("searching batch_size (7)") == rest.count("warning: optimizer_impl=foreach") == 1
@@ -285,7 +283,7 @@ def test_a_terminal_shows_how_far_the_running_probe_has_come(terminal: tuple[Tex
         view.on(ProbeStarted(number=7, stage="search", config=ANSWER, reason="bf16", prediction=None, elapsed_s=30.0))
         progress = Progress(stage="warmup", num_micro_steps=12, peak_bytes=2**29, train_s=0.5)
         view.on(ProbeAdvanced(number=7, progress=progress))
-        cast(Dashboard, view).refresh()
+        cast(Dashboard, view)._live.refresh()
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", close())
     assert "#7 search, 1 s, warming up: 12 micro steps, 512 MiB" in drawn
 
@@ -295,7 +293,7 @@ def test_what_is_done_between_probes_is_shown(terminal: tuple[TextIO, Callable[[
     with live_listener(stream, quiet=False) as view:
         for event in (Working(purpose="inspection"), STARTED, Working(purpose="tracing")):
             view.on(event)
-            cast(Dashboard, view).refresh()
+            cast(Dashboard, view)._live.refresh()
     drawn = close()
     first, *others = (
         drawn.index(words) for words in ("importing torch", "inspecting the model", "tracing training steps")
@@ -343,7 +341,7 @@ def test_a_measurement_of_nothing_is_drawn(terminal: tuple[TextIO, Callable[[], 
     )
     with live_listener(terminal[0], quiet=False) as view:
         view.on(odd)
-        cast(Dashboard, view).refresh()
+        cast(Dashboard, view)._live.refresh()
     assert "#1 " in terminal[1]()
 
 

@@ -51,6 +51,6 @@ def test_a_study_without_probes_is_an_empty_picture(empty: Study, plt: Any, plot
 
 
 def test_without_matplotlib_the_error_says_what_to_install(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(AutotuneError, match="autotune-torch\\[report\\]"):
         plot_front(study)

@@ -1,4 +1,4 @@
-"""What is told of a study."""
+"""What is told of one probe, of a study, and of several side by side."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.report.study import study_sections
+from autotune.errors import StudyError
+from autotune.records.outcome import Outcome
+from autotune.report.study import comparison_sections, outcome_sections, study_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
-from tests.report.sample_study import but
+from autotune.units import format_bytes
+from tests.report.sample_study import BASELINE, FAILURES, but, measured
 
 
 def text_of(study: Study, width: int = 80) -> str:
@@ -101,3 +104,49 @@ def test_no_line_but_the_command_is_wider_than_the_terminal(study: Study, width:
 
 def test_text_that_looks_like_markup_is_told_as_it_is(study: Study) -> None:
     assert "[in block.3]" in text_of(study)
+
+
+def test_answers_stand_in_rows_and_only_what_differs_between_machines_is_told(study: Study) -> None:
+    machine = replace(study.facts.fingerprint, device="cuda NVIDIA T4")
+    other = replace(study, storage="t4.db", facts=replace(study.facts, fingerprint=machine))
+    text = as_text(comparison_sections([study, other]), width=160)
+    assert text.count("faster") == 2 and "gpt 2" in text
+    differs = text[text.index("What differs") :]
+    assert "NVIDIA T4" in differs and "t4.db" in differs and "torch" not in differs.partition("Configs")[0]
+
+
+def test_a_row_of_figures_is_one_line_in_a_terminal(study: Study) -> None:
+    """Else its last figure is cut between number and unit."""
+    assert study.result is not None
+    peak = f" {format_bytes(study.result.peak_bytes)}"
+    told = as_text(comparison_sections([replace(study, name="digits-replay"), study]), width=80)
+    rows = [line.rstrip() for line in told.splitlines() if "faster" in line]
+    assert len(rows) == 2 and all(row.endswith(peak) for row in rows)
+
+
+def test_a_study_without_an_answer_cannot_be_compared(study: Study, unanswered: Study) -> None:
+    with pytest.raises(StudyError, match="has no answer yet"):
+        list(comparison_sections([study, unanswered]))
+
+
+def told_of(outcome: Outcome) -> str:
+    return " ".join(as_text(outcome_sections(outcome, BASELINE.as_dict())).split())
+
+
+def test_a_probe_that_ran_is_told_with_its_interval() -> None:
+    assert "outcome ok throughput 43.5 samples/s (95% 42.9 to 44.0)" in told_of(measured(BASELINE))
+
+
+def test_a_single_block_has_no_interval() -> None:
+    found = measured(BASELINE)
+    assert found.measurement is not None
+    speed = found.measurement.samples_per_s
+    single = replace(found.measurement, samples_per_s_low=speed, samples_per_s_high=speed)
+    assert "throughput 43.5 samples/s optimizer step" in told_of(replace(found, measurement=single))
+
+
+def test_a_probe_that_failed_is_told_with_its_cause_and_where_it_was() -> None:
+    _, failed = FAILURES[2]
+    text = told_of(failed)
+    assert "error: RuntimeError: view size is not compatible [in block.3] (during setup)" in text
+    assert "In detail model.py, line 12" in text

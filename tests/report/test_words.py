@@ -8,7 +8,7 @@ import json
 import pytest
 
 from autotune.records.config import Choice
-from autotune.report.run_it import as_code, as_json
+from autotune.report.answer import as_code, as_json
 from autotune.techniques import find_techniques
 
 describe = find_techniques().describe

@@ -6,8 +6,8 @@ import torch
 from autotune.errors import TaskError
 from autotune.task import load_task
 from autotune.task.facts import check_task
+from autotune.task.model_file import CONSTANTS, SIGNATURES
 from autotune.task.template import write_template
-from autotune.task.validation import CONSTANTS, SIGNATURES
 
 
 def test_the_template_runs_as_it_is(tmp_path):

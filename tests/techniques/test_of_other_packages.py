@@ -133,7 +133,7 @@ ASKED = {
 # every command in one process: an import of the package takes longer than they do
 ASK = """
 import contextlib, io, json, sys
-from autotune.cli.main import main
+from autotune.cli import main
 
 told = {}
 for name, (command, *options) in json.loads(sys.stdin.read()).items():

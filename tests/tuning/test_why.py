@@ -47,6 +47,14 @@ def test_the_front_leaves_out_what_is_not_feasible():
     assert [measured.config["batch_size"] for measured in front_of(why.figures(probes, ()).values())] == [4, 8]
 
 
+def test_compiling_is_won_back_in_optimizer_steps_of_all_processes_together():
+    plain, compiled = probed(config(4), 100), probed(config(8), 200)
+    found, other = (next(iter(why.figures([probe], ()).values())) for probe in (compiled, plain))
+    assert why.break_even(100, found, other, compile_s=40.0) == (80, pytest.approx(80.0))
+    assert why.break_even(400, found, other, compile_s=40.0) == (20, pytest.approx(80.0))
+    assert why.break_even(100, other, found, compile_s=40.0) is None
+
+
 def limiting(answer, *others, use=None, **changes):
     own = probed(answer, 100, **changes)
     return why.limiting(answer, own.outcome.measurement, [own, *others], OBJECTIVE, use)

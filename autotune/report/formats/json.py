@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autotune.records.study import Trial
-from autotune.report.document import document
+from autotune.report.sections import document
 from autotune.study.reading import Study
 
 

@@ -137,8 +137,8 @@ def test_whatever_a_model_or_a_log_says_is_text(study: Study) -> None:
 
 def test_it_is_text_in_a_notebook_too(study: Study) -> None:
     told = hostile(study)
-    for what, sections in ((told, notebook._of_study), (told.result, notebook._of_result)):
-        require_text(notebook._shown(sections)(what))
+    for what in (told, told.result):
+        require_text(notebook._as_html(what))
 
 
 def test_arrows_lines_of_code_and_wide_tables_stay_readable_on_a_narrow_screen(study: Study) -> None:

@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 
 from autotune.records.outcome import Outcome
-from autotune.report.document import document
 from autotune.report.formats.json import render
+from autotune.report.sections import document
 from autotune.study.reading import Study
 
 

@@ -10,9 +10,9 @@ import pytest
 from autotune.records.measured import Rival
 from autotune.records.result import Ranking, Result
 from autotune.report.answer import answer_sections
-from autotune.report.comparison import comparison_sections
-from autotune.report.gain import said_of
+from autotune.report.figures import said_of
 from autotune.report.html import body
+from autotune.report.study import comparison_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
 from autotune.techniques import find_techniques

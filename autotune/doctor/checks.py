@@ -1,19 +1,26 @@
-"""What small training runs find out. They run as a search's probes do."""
+"""What the checks find out: in processes of their own, each killed when it takes too long, and by small training runs.
+
+Those run as a search's probes do. What all of it means, `verdicts` says.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import sqlite3
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.devices import capabilities_of
-from autotune.devices.selftest import Facts
+from autotune.devices import capabilities_of, open_device
+from autotune.devices.selftest import TESTS, Facts
 from autotune.devices.targets import target_of
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, in_one_line
 from autotune.prediction.memory import MemoryModel
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
@@ -22,11 +29,102 @@ from autotune.runners.local import LocalRunner
 from autotune.space import build_space
 from autotune.task import Task
 from autotune.task.source import TaskSource
+from autotune.units import format_seconds
 
 if TYPE_CHECKING:
     import torch
 
-JOB_TIMEOUT_S = 30.0
+
+CHECK_TIMEOUT_S = 20.0
+JOB_TIMEOUT_S = 30.0  # of a step of the small training runs
+RELEASE_S = 5.0  # until a killed process must have ended, and its memory be back
+STUCK = {"failure": "the check's process did not end when it was killed: it is stuck in the driver"}
+
+
+def in_process(test: str, device: str) -> Facts:
+    """The facts of a test, in a process that is killed when it takes too long."""
+    with _start(test, device) as (process, receiving):
+        facts = _receive(process, receiving)
+    return STUCK if process.is_alive() else facts
+
+
+@contextlib.contextmanager
+def _start(test: str, device: str) -> Iterator[tuple[Any, Connection]]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "autotune.devices.selftest"])
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(sending, test, device))
+    process.start()
+    sending.close()
+    try:
+        yield process, receiving
+    finally:
+        process.kill()
+        process.join(RELEASE_S)
+        receiving.close()
+
+
+def _receive(process: Any, receiving: Connection) -> Facts:
+    if not receiving.poll(CHECK_TIMEOUT_S):
+        return {"failure": f"the check did not end within {format_seconds(CHECK_TIMEOUT_S)}"}
+    try:
+        facts: Facts = receiving.recv()
+    except EOFError:
+        process.join(1)
+        return {"failure": f"the check's process ended with status {process.exitcode}"}
+    return facts
+
+
+def _run(sending: Connection, test: str, device: str) -> None:
+    try:
+        facts = TESTS[test](device)
+        kept = facts.pop("keep", None)
+    except BaseException as error:
+        facts, kept = {"failure": in_one_line(error)}, None
+    sending.send(facts)
+    while kept is not None:
+        time.sleep(60)
+
+
+def kill_and_watch(name: str) -> Facts:
+    """Kill a process that holds memory of the device, and see when that is back."""
+    device = open_device(name)
+
+    def used() -> float | None:
+        return device.telemetry().values.get("used_bytes")
+
+    if used() is None:
+        return {"why": "nothing here tells how much of the device's memory is in use"}
+    with _start("hold", name) as (process, receiving):
+        facts = _receive(process, receiving)
+        if "failure" in facts:
+            return facts
+        while_bytes = used() or 0.0
+        facts |= {"gpu": device.capabilities.own_memory, "while_bytes": while_bytes}
+        started = time.monotonic()
+        process.kill()
+        process.join(RELEASE_S)
+        if process.is_alive():
+            return STUCK
+        while (after_bytes := used() or 0.0) > while_bytes - facts["held_bytes"] / 2:
+            if time.monotonic() > started + RELEASE_S:
+                break
+            time.sleep(0.02)
+    return {**facts, "after_bytes": after_bytes, "released_s": time.monotonic() - started}
+
+
+def write_database() -> Facts:
+    """Write a database with a lock where studies go by default: below the working directory."""
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix=".autotune-", dir=Path.cwd()) as folder,
+            contextlib.closing(sqlite3.connect(Path(folder) / "study.db", timeout=1)) as database,
+        ):
+            database.execute("create table probe (number integer)")
+            database.commit()
+    except (OSError, sqlite3.Error) as error:
+        return {"error": in_one_line(error)}
+    return {"error": ""}
 
 
 def _perceptron() -> torch.nn.Module:
@@ -71,7 +169,7 @@ TASKS = (
 
 
 @contextlib.contextmanager
-def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
+def run_trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
     """The tasks, with what inspecting, predicting and probing them finds; the first one twice, with the device's calibration.
 
     From the outset each task has a process that imports torch, which takes seconds, beside whatever is done meanwhile. The
@@ -81,10 +179,10 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(TASKS)) as threads:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-")))
 
-        def opened(task: Task) -> LocalRunner:
+        def open_runner(task: Task) -> LocalRunner:
             return stack.enter_context(LocalRunner(TaskSource.of(task), device=device, logs=folder / task.name))
 
-        runners: dict[str, Future[LocalRunner]] = {task.name: threads.submit(opened, task) for task in TASKS}
+        runners: dict[str, Future[LocalRunner]] = {task.name: threads.submit(open_runner, task) for task in TASKS}
 
         def facts_of(task: Task) -> Facts:
             try:
@@ -92,7 +190,7 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
             except AutotuneError as error:
                 return {"failure": str(error)}
 
-        def found() -> Iterator[tuple[Task, Facts]]:
+        def run_each() -> Iterator[tuple[Task, Facts]]:
             for runner in runners.values():
                 runner.exception()  # waits until it is open
             first, *others = TASKS
@@ -100,7 +198,7 @@ def trainings(device: str) -> Iterator[Iterator[tuple[Task, Facts]]]:
             yield first, facts_of(first)
             yield from zip(others, (threads.map if at_once else map)(facts_of, others), strict=True)
 
-        yield found()
+        yield run_each()
 
 
 def _facts_of(task: Task, runner: LocalRunner) -> Facts:
