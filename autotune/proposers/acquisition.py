@@ -260,7 +260,6 @@ class Acquisition:
             chance_to_win=win,
             chance_to_fit=float(found.to_fit[0]),
             reason=self._reason(config, win),
-            world=self.space.world,
         )
 
     def _reason(self, config: Config, win: float | None) -> str:

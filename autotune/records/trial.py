@@ -8,7 +8,6 @@ from datetime import datetime
 from autotune.records.config import Config
 from autotune.records.formats import Record
 from autotune.records.outcome import Outcome
-from autotune.records.world import ALONE, World
 
 BASELINE, SEARCH, ABLATION, PLAY_OFF = "baseline", "search", "ablation", "play-off"
 
@@ -23,7 +22,6 @@ class Prediction(Record):
         chance_to_win: that the config is at least 1 % better than the best known one; None without one.
         chance_to_fit: that its peak is within the limit less headroom.
         reason: why it is probed, in a few words.
-        world: the processes that are to train the config together.
     """
 
     samples_per_s: float | None
@@ -35,7 +33,6 @@ class Prediction(Record):
     chance_to_win: float | None
     chance_to_fit: float
     reason: str
-    world: World = ALONE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
+from autotune.proposers.one_at_a_time import UndoChanges
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.outcome import Kind
 from autotune.records.study import Traced
 from autotune.records.trial import BASELINE, Proposal, Trial
 from autotune.study.history import History
-from autotune.tuning import finalists, shortage, why
+from autotune.tuning import why
+from autotune.tuning.confirm import near_the_best
 from autotune.tuning.state import Search
 from autotune.units import format_seconds, plural
 
@@ -36,7 +38,10 @@ def measure_baseline(search: Search) -> None:
                 return
             _trace_between(search)
         history.space = smaller
-        while not shortage.may_fit(search, smaller.baseline) and (half := smaller.with_smaller_baseline()) is not None:
+        while (
+            not why.may_fit(history, search.cost_model, smaller.baseline)
+            and (half := smaller.with_smaller_baseline()) is not None
+        ):
             history.space = smaller = half
         search.store.keep(baseline_config=smaller.baseline.as_dict())
 
@@ -47,7 +52,7 @@ def measure_baseline_again(search: Search) -> bool:
     probed = [trial for trial in history.searched if trial.config == baseline and trial.outcome.ok]
     others = [outcome for config, outcome in history.known.items() if config != baseline]
     slower = [o for o in others if history.objective.feasible(o) or o.kind is Kind.TIMEOUT]
-    is_far_ahead = finalists.near_the_best(history.feasible, history.objective) == [baseline]
+    is_far_ahead = near_the_best(history.feasible, history.objective) == [baseline]
     if not (
         is_far_ahead
         and slower
@@ -93,7 +98,7 @@ def explore(search: Search, proposer: Proposer) -> None:
         while True:
             _trace_between(search)
             _trace_beside(search)
-            while _may_start_another(search) and not shortage.is_hopeless(search):
+            while _may_start_another(search) and not why.is_hopeless(history, search.cost_model):
                 if (proposal := proposer.propose(history)) is None:
                     break
                 search.start(proposal)
@@ -108,7 +113,7 @@ def undo_changes(search: Search) -> None:
     The time that was kept for that is released for it. A simpler config that comes near the best takes part in the play-off.
     """
     search.budget.kept_probes = 0
-    explore(search, search.undo_changes())
+    explore(search, UndoChanges(search.cost_model.is_likely_to_fit, search.cost_model.predict))
     search.budget.kept_probes = UNDONE
 
 
@@ -138,32 +143,27 @@ def _trace_beside(search: Search) -> None:
 
 
 def _note_traces(search: Search) -> None:
-    traces, wall_s = search.tracing.traces, search.tracing.wall_s
-    traced = Traced(num_groups=len(traces.models), failures=dict(traces.failures), wall_s=wall_s)
-    search.store.keep(traces=traced)
-    if search.tracing.is_done:
-        _tell_of_traces(search)
-
-
-def _tell_of_traces(search: Search) -> None:
+    """Keep how far tracing has come, and tell it at the end."""
     tracing, traces = search.tracing, search.tracing.traces
+    traced = Traced(num_groups=len(traces.models), failures=dict(traces.failures), wall_s=tracing.wall_s)
+    search.store.keep(traces=traced)
+    if not tracing.is_done:
+        return
     if traces.models:
         took = f" in {tracing.wall_s:.1f} s" if tracing.beside is None else ", beside the probes"
-        search.tell(f"predicted the memory of {_combinations(len(traces.models))}{took}")
+        search.tell(f"predicted the memory of {plural(len(traces.models), 'combination')} of techniques{took}")
     if missing := len(tracing.missing):
+        time_is_up = f"the time for tracing was up ({tracing.max_s:.1f} s)"
+        ended = f"tracing failed ({tracing.fault})" if tracing.fault else time_is_up
         search.tell(
-            f"the time for tracing was up ({tracing.max_s:.1f} s) with {_combinations(missing)} to go: probes tell their "
-            "memory, and the next search of this task carries on"
+            f"{ended} with {plural(missing, 'combination')} of techniques to go: probes tell their memory, and the next search of "
+            "this task carries on"
         )
     if traces.failures:
         label, reason = next(iter(traces.failures.items()))
         others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
         what = f" for {label}{others}" if traces.models else ""
         search.tell(f"memory cannot be traced{what}: {reason}; it is learned from probes")
-
-
-def _combinations(number: int) -> str:
-    return f"{plural(number, 'combination')} of techniques"
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
@@ -173,10 +173,8 @@ def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> Non
         TaskError: the error, where it arose in the user's code.
         OwnFault: the error, where it arose in autotune itself.
     """
-    if ended is None or ended.outcome.kind is not Kind.ERROR:
-        return
     known = history.known
-    if any(outcome.ok for outcome in known.values()):
+    if ended is None or ended.outcome.kind is not Kind.ERROR or any(outcome.ok for outcome in known.values()):
         return
     cause = why.without_digits(ended.outcome.cause)
     unlike = {

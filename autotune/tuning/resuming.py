@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autotune.devices.calibration import arithmetic
-from autotune.errors import StudyError
+from autotune.errors import ConfigError, StudyError
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
-from autotune.records.study import Fingerprint, StudyFacts
+from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
+from autotune.runners.runner import Runner
+from autotune.space import Space
 from autotune.study.comparable import require_comparable
 from autotune.study.place import Place, lock_study, place_of
 from autotune.study.store import storage_errors, stored_facts
@@ -75,33 +77,63 @@ class Kept:
         earlier = self.earlier.asked.get("memory_limit") if self.earlier else None
         return asked if earlier is None else {"memory_limit": earlier, **asked}  # a study keeps the limit it began with
 
+    def facts(
+        self,
+        options: SearchOptions,
+        inspection: Inspection,
+        space: Space,
+        agreed: Fingerprint,
+        asked: Mapping[str, str | int],
+        model: str,
+    ) -> SearchFacts:
+        """What the study says of the search beside the trials."""
+        assert agreed.memory_limit_bytes is not None
+        return SearchFacts(
+            fingerprint=fingerprint(inspection, space.techniques, agreed),
+            task=inspection.facts.name,
+            model=model,
+            asked=dict(asked),
+            objective=options.objective,
+            memory_limit_bytes=agreed.memory_limit_bytes,
+            headroom=options.headroom,
+            space={name: tuple(choices) for name, choices in space.choices.items()},
+            unsupported={n: why for n, why in inspection.unsupported.items() if n not in options.include},
+            baseline_config=space.baseline.as_dict(),
+            limited_beside=self.place.beside,
+            ranked_beside=self.own.study if self.place.trained else "",
+            signature=inspection.signature,
+        )
+
 
 @contextlib.contextmanager
 def lock_places(
     options: SearchOptions,
-    study: str | None,
-    task: str,
-    version: str,
+    source: TaskSource | None,
+    runner: Runner | None,
     fixed: Mapping[str, Choice],
     techniques: Techniques,
 ) -> Iterator[Kept]:
     """Lock a task's studies, and find the one of this search: beside the others where it has another memory limit.
 
     Args:
-        study: its name; None for one that follows from the task's name and version.
         fixed: choices that the user has fixed; of what they train, the search is kept apart.
 
     Raises:
+        ConfigError: there is no task.
         StudyError: another search holds it, it cannot be written, or its name is a path.
     """
-    memory_limit_bytes = options.memory_limit_bytes
-    plain = place_of(options.storage, study, task, version)
+    if runner is not None:
+        plain = place_of(options.storage, options.study or runner.default_study, runner.task_name)
+    elif source is not None:
+        plain = place_of(options.storage, options.study, source.name, source.version)
+    else:
+        raise ConfigError("no task was given; expected a task, or a runner that has one")
     place = plain.training(fixed, techniques)
     with lock_study(plain), storage_errors(place):
         kept = stored_facts(plain) or stored_facts(place)
         known = kept.fingerprint.memory_limit_bytes if kept else None
-        if memory_limit_bytes is not None and known not in (None, memory_limit_bytes):
-            plain = plain.within(memory_limit_bytes)
+        if options.memory_limit_bytes is not None and known not in (None, options.memory_limit_bytes):
+            plain = plain.within(options.memory_limit_bytes)
         place = plain.training(fixed, techniques)
         stored = stored_facts(place)
         yield Kept(place=place, stored=stored, own=plain, earlier=stored or stored_facts(plain))

@@ -11,7 +11,7 @@ from autotune.records.batch_plan import divisors
 from autotune.records.capacity import Breakdown, GroupPrediction
 from autotune.records.config import Choice, Config
 from autotune.techniques import Techniques, find_techniques
-from autotune.tuning.capacity import Question
+from autotune.tuning.predict import Question
 from autotune.units import GIB, MIB
 
 techniques = find_techniques()
