@@ -105,12 +105,8 @@ class Space:
             and config[ACCUMULATION] in self.accumulations
             and config.plan_in(self.world).keeps(self.global_batch)
             and not any(self._is_redundant(technique, config) for technique in self._switched)
-            and not self._is_barred(config)
+            and not any(barred <= self.changes(config) for barred in self.barred)
         )
-
-    def _is_barred(self, config: Config) -> bool:
-        changes = self.changes(config) if self.barred else frozenset()
-        return any(barred <= changes for barred in self.barred)
 
     def changes(self, config: Config) -> Changes:
         """The techniques that a config switches otherwise than the baseline, and `CUT` where it takes more micro steps."""

@@ -33,7 +33,7 @@ UNDO_SHARE = 0.15  # of the time that exploring and play-off share, at most, to 
 END_SHARE = 0.03  # of the budget: after the last probe the answer is put together and written
 RECENT = 8  # probes that tell how long the next one takes
 
-MOST = 3  # finalists
+MOST_FINALISTS = 3
 WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
 FEWEST_ROUNDS = 2  # without a second round there is no interval between processes
 LEAST_ROUND = 3  # processes: of the baseline, of the best so far and of who comes in
@@ -173,7 +173,7 @@ class Budget:
             case 1 if history.space.baseline in history.feasible:
                 leave_s = 0.0
             case _:
-                rounds_s = min(WANTED_ROUNDS * (MOST + 1) * expected_s, MAX_SHARE * shared_s)
+                rounds_s = min(WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s, MAX_SHARE * shared_s)
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
                 leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s
         return self.free_s - expected_s - leave_s
@@ -184,7 +184,7 @@ class Budget:
         At least two where there is any time: a single one may have been lucky, or may not fit a second time.
         """
         wanted, fewest = (int(self.free_s / (rounds * probe_s)) - 1 for rounds in (WANTED_ROUNDS, FEWEST_ROUNDS))
-        return max(1, min(2, fewest), min(MOST, wanted))
+        return max(1, min(2, fewest), min(MOST_FINALISTS, wanted))
 
     def allows_a_round(self, round_s: float, number: int) -> bool:
         """Whether there is time for a round of the play-off. Without the first there is no confirmed answer."""

@@ -15,7 +15,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.trial import PLAY_OFF, Proposal
 from autotune.study.figures import unrest
 from autotune.study.history import History
-from autotune.tuning.budget import FEWEST_ROUNDS, MOST
+from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
 from autotune.tuning.playoff import CLOSE, RISK, PlayOff
@@ -68,7 +68,7 @@ def confirm(
         others = [other for other in candidates if other != config]
         play_off.enter(_entrant(search, config, chosen(config, others, len(playing), merits)))
     if num := len(play_off.playing):
-        search.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
+        search.listener.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
     taken = (*playing, search.history.space.baseline)
     waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # asked one by one
     keep_s = (1 - share) * max(0.0, search.budget.free_s)
@@ -164,7 +164,7 @@ def _challenger(
     """The next config that may yet beat the leader, by what the search found and how much processes differ."""
     history, objective = search.history, search.history.objective
     base = play_off.baseline
-    if len(play_off.playing) >= MOST or base is None or history.baseline is None or base.failed:
+    if len(play_off.playing) >= MOST_FINALISTS or base is None or history.baseline is None or base.failed:
         return None
     best_log, evidence = math.log(objective.merit(history.baseline)), play_off.evidence()
     if compared := play_off.compared:

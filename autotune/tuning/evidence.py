@@ -27,6 +27,7 @@ from autotune.records.config import Config
 Array = NDArray[np.float64]
 Key = Hashable
 Cell = tuple[Key, int]  # a config in a round
+Range = tuple[float, float]  # least and most
 
 PRIOR_STD = 0.1  # between equal processes, before any pair was seen,
 PRIOR_DF = 2.0  # which weighs as much as two pairs
@@ -34,7 +35,6 @@ LEAST_STD = 1e-4  # of what seems to have no noise, such as memory
 SEARCH_DF = 4.0  # of a pair of the search's figures: now and then the machine changes between them
 NORMALS, SPREADS = 160, 48  # quantiles that stand for a distribution
 SEARCH = -1  # the round that the search counts as
-Range = tuple[float, float]  # least and most
 
 
 @dataclass(frozen=True)

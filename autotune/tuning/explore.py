@@ -71,7 +71,7 @@ def tell_of_large_batches(search: Search) -> None:
     sizes = history.space.choices[BATCH_SIZE]
     probed = [size for size in sizes if int(size) <= history.largest_batch_size]
     if len(probed) < len(sizes):
-        search.tell(
+        search.listener.tell(
             f"batches above {probed[-1]} are tried only if something runs faster: at the speed seen so far, a step of one takes "
             f"more than {format_seconds(history.longest_step_s)}; a larger --budget includes them"
         )
@@ -151,11 +151,11 @@ def _note_traces(search: Search) -> None:
         return
     if traces.models:
         took = f" in {tracing.wall_s:.1f} s" if tracing.beside is None else ", beside the probes"
-        search.tell(f"predicted the memory of {plural(len(traces.models), 'combination')} of techniques{took}")
+        search.listener.tell(f"predicted the memory of {plural(len(traces.models), 'combination')} of techniques{took}")
     if missing := len(tracing.missing):
         time_is_up = f"the time for tracing was up ({tracing.max_s:.1f} s)"
         ended = f"tracing failed ({tracing.fault})" if tracing.fault else time_is_up
-        search.tell(
+        search.listener.tell(
             f"{ended} with {plural(missing, 'combination')} of techniques to go: probes tell their memory, and the next search of "
             "this task carries on"
         )
@@ -163,7 +163,7 @@ def _note_traces(search: Search) -> None:
         label, reason = next(iter(traces.failures.items()))
         others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
         what = f" for {label}{others}" if traces.models else ""
-        search.tell(f"memory cannot be traced{what}: {reason}; it is learned from probes")
+        search.listener.tell(f"memory cannot be traced{what}: {reason}; it is learned from probes")
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:

@@ -38,7 +38,7 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
             tried.append(found)
             search.store.keep(evaluated={**search.store.facts.evaluated, key: tuple(tried)})
             rate = f"{found.samples_per_s:.3g} samples/s" if found.samples_per_s else f"{found.kind}: {found.cause}"
-            search.tell(f"evaluation in batches of {found.eval_batch_size}: {rate}")
+            search.listener.tell(f"evaluation in batches of {found.eval_batch_size}: {rate}")
 
         with search.budget.split("evaluation"):
             try:

@@ -257,7 +257,9 @@ def _rank_beside(search: Search, choice: Mapping[str, Choice], share_s: float) -
     if share_s < MIN_SHARE_S:
         alone = " ".join(f"--fix {name}={value}" for name, value in changed.items())
         return replace(none, failure=f"the budget was spent; give a larger --budget, or search it alone with {alone}")
-    search.tell(f"{_in_words(changed)}: a ranking of its own within {format_seconds(share_s)}, in the study {study}")
+    search.listener.tell(
+        f"{_in_words(changed)}: a ranking of its own within {format_seconds(share_s)}, in the study {study}"
+    )
     try:
         with open_search_beside(search, changed, share_s) as other:
             none = _ranking(other, choice, None, "")

@@ -109,10 +109,6 @@ class Search:
             self.warnings.append(text)
             self.listener.warn(text)
 
-    def tell(self, text: str) -> None:
-        """Tell the user now."""
-        self.listener.tell(text)
-
     @property
     def has_free_slot(self) -> bool:
         """Whether another probe may be started now."""

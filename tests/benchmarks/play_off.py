@@ -31,7 +31,7 @@ from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import Runner
 from autotune.techniques import find_techniques
 from autotune.tuning import confirm
-from autotune.tuning.budget import MAX_SHARE, MOST
+from autotune.tuning.budget import MAX_SHARE, MOST_FINALISTS
 from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
 from autotune.tuning.playoff import PlayOff
@@ -253,7 +253,7 @@ def play_off_alone(noise: float, gain: float, budget_s: float, seed: int) -> Fou
 
     found = {config: true * math.exp(generator.gauss(0, noise)) for config, true in truth.items()}
     ranked = sorted((config for config in found if config != BASELINE), key=lambda config: -found[config])
-    playing = [config for config in ranked if found[config] >= confirm.NEAR_BEST * found[ranked[0]]][:MOST]
+    playing = [config for config in ranked if found[config] >= confirm.NEAR_BEST * found[ranked[0]]][:MOST_FINALISTS]
     play_off = PlayOff(Entrant(BASELINE, Searched(math.log(found[BASELINE]))), run, OBJECTIVE, seed=seed)
     for config in playing:
         others = [other for other in ranked if other != config]

@@ -1,4 +1,7 @@
-"""A budget is used where it helps, and kept: the last probe, the answer's check and the start included."""
+"""A budget is used where it helps, and kept: the last probe, the answer's check and the start included.
+
+Nothing is waited for in vain: a probe that can win nothing any more is ended, and what it did is a bound.
+"""
 
 from __future__ import annotations
 

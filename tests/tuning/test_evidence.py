@@ -1,4 +1,7 @@
-"""What the play-off's figures say: a common variance, chances, and the search's figures without the winner's curse."""
+"""What the play-off's figures say: a common variance, chances, and the search's figures without the winner's curse.
+
+What is told of those who played: speeds that processes of theirs measured, and gains that are ratios of such speeds.
+"""
 
 import math
 import random

@@ -26,7 +26,7 @@ from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.inspecting import count_train_samples
-from autotune.tuning.resuming import Kept, fingerprint
+from autotune.tuning.opening import Kept, fingerprint
 from autotune.units import MIB
 from tests.closed_form import inspection
 from tests.integrations.answers import known
