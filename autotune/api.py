@@ -47,11 +47,11 @@ from autotune.study.place import place_of
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
-from autotune.tuning import dissect as explaining
 from autotune.tuning import sweep as sweeping
+from autotune.tuning.dissect import dissect
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
-from autotune.tuning.predict import answer
+from autotune.tuning.predict import predict_fit
 from autotune.tuning.search import search as run_search
 from autotune.tuning.trace_ahead import Tracing
 from autotune.units import format_seconds
@@ -282,7 +282,7 @@ def predict(
         tracing = Tracing(runner, lambda: configs, target, cache, max(0.0, ends - time.monotonic()))
 
         def predicted(traces: Traces, *, late: bool = False) -> MemoryPrediction:
-            return answer(
+            return predict_fit(
                 inspection,
                 space,
                 traces,
@@ -346,7 +346,7 @@ def explain(
             inspection.baseline, global_batch=inspection.global_batch, world=inspection.known_world
         )
         _require_support(complete, inspection, runner.techniques)
-        return explaining.explain(
+        return dissect(
             runner,
             inspection,
             complete,
