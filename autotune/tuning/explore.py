@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
-from autotune.proposers.one_at_a_time import UndoChanges
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.outcome import Kind
 from autotune.records.study import Traced
@@ -113,7 +112,7 @@ def undo_changes(search: Search) -> None:
     The time that was kept for that is released for it. A simpler config that comes near the best takes part in the play-off.
     """
     search.budget.kept_probes = 0
-    explore(search, UndoChanges(search.cost_model.is_likely_to_fit, search.cost_model.predict))
+    explore(search, search.undo_changes())
     search.budget.kept_probes = UNDONE
 
 

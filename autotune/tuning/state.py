@@ -14,7 +14,7 @@ from typing import Any
 from autotune.proposers import sampler_named
 from autotune.proposers.base import Proposer
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.one_at_a_time import Untried
+from autotune.proposers.one_at_a_time import UndoChanges, Untried
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.config import Choice
 from autotune.records.inspection import Inspection
@@ -98,6 +98,10 @@ class Search:
     def proposer(self) -> Proposer:
         """A new proposer for the sampler that the user chose."""
         return sampler_named(self.options.sampler)(self.cost_model, self.options.seed)
+
+    def undo_changes(self) -> Proposer:
+        """A proposer of the best config with each of its changes undone."""
+        return UndoChanges(self.cost_model.is_likely_to_fit, self.cost_model.predict)
 
     def untried(self) -> Untried:
         """A proposer of what no probe has run yet."""

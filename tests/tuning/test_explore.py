@@ -17,7 +17,7 @@ from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
 from autotune.techniques import find_techniques
 from autotune.tuning.confirm import confirm, finalists_of
-from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches, undo_changes
+from autotune.tuning.explore import explore, measure_baseline, tell_of_large_batches
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 from tests.rough_world import NoisyPeaks
@@ -69,7 +69,7 @@ def test_a_change_is_not_undone_where_that_is_predicted_not_to_fit(tmp_path):
     best = search.history.space.complete({"amp": "bf16", "optimizer_impl": "fused", "batch_size": 16})
     search.probe(Proposal(config=best))
     before = len(runner.configs)
-    undo_changes(search)
+    explore(search, search.undo_changes())
     undone = [config for config, _ in one_change_back(best, search.history.space)]
     too_large = [config for config in undone if runner.peak_bytes(config) > LIMIT_BYTES]
     assert search.history.best[0] == best and too_large

@@ -139,7 +139,7 @@ def test_tracing_that_failed_is_not_said_to_have_had_no_time(tmp_path: Path) -> 
     measure_baseline(made)
     explore(made, made.proposer())
     (told,) = [text for text in notes.texts if "trac" in text]
-    assert told.startswith("tracing failed (the process ended) with 2 combinations of techniques to go")
+    assert told.startswith("tracing failed (the process ended) with 5 combinations of techniques to go")
 
 
 def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:
