@@ -45,13 +45,13 @@ from autotune.study.place import place_of
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
-from autotune.tuning import explain as explaining
 from autotune.tuning import sweep as sweeping
-from autotune.tuning.capacity import answer
+from autotune.tuning.dissect import dissect
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
+from autotune.tuning.predict import predict_fit
 from autotune.tuning.search import search as run_search
-from autotune.tuning.tracing import Tracing
+from autotune.tuning.trace_ahead import Tracing
 from autotune.units import format_seconds
 
 LOGS = Path("studies")
@@ -178,7 +178,7 @@ def _run_one(
     on_warning: Callable[[str], None],
 ) -> Outcome:
     find_techniques().complete(config)  # refuses a typo before anything takes seconds
-    source = _source(task, options.global_batch)
+    source = TaskSource.of(task).with_global_batch(options.global_batch)
     place = logs / source.name
     local = LocalRunner(
         source, device=options.device, logs=place.with_suffix(".logs"), compiled=place.with_suffix(".compiled")
@@ -260,7 +260,7 @@ def predict(
     started = time.monotonic()
     asked, info = _of_a_target(PredictOptions, options, config)
     ends = started + asked.timeout_s
-    source = _source(task, asked.global_batch)
+    source = TaskSource.of(task).with_global_batch(asked.global_batch)
     with _tracing(source, asked.device if asked.gpu is None else "cpu", logs, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner)
         calibration, _ = calibrate_device(runner, info, logs) if asked.gpu is None else (NOT_MEASURED, "")
@@ -280,7 +280,7 @@ def predict(
         tracing = Tracing(runner, lambda: configs, target, cache, max(0.0, ends - time.monotonic()))
 
         def predicted(traces: Traces, *, late: bool = False) -> MemoryPrediction:
-            return answer(
+            return predict_fit(
                 inspection,
                 space,
                 traces,
@@ -322,7 +322,7 @@ def explain(
         AutotuneError: as `probe` does.
     """
     asked, info = _of_a_target(ExplainOptions, options, config)
-    source = _source(task, asked.global_batch)
+    source = TaskSource.of(task).with_global_batch(asked.global_batch)
     limit, settings = asked.memory_limit_bytes or info.free_bytes, None
     if asked.gpu is None:
         trainer: Runner = LocalRunner(source, device=asked.device, logs=logs / f"{source.name}.logs")
@@ -344,7 +344,7 @@ def explain(
             inspection.baseline, global_batch=inspection.global_batch, world=inspection.known_world
         )
         _require_support(complete, inspection, runner.techniques)
-        return explaining.explain(
+        return dissect(
             runner,
             inspection,
             complete,
@@ -358,27 +358,24 @@ def _of_a_target(
     kind: type[Asked], options: Mapping[str, Any], config: Mapping[str, Choice] | None
 ) -> tuple[Asked, DeviceInfo]:
     """The options of a prediction or an explanation, and the device that it is for. Refuses a typo in `config`, too."""
-    info = _target(options.get("gpu"), str(options.get("device", "auto")))
+    gpu, device = options.get("gpu"), str(options.get("device", "auto"))
+    if gpu is None:
+        info = open_device(device).info()
+    elif device != "auto":
+        raise ConfigError(f"--gpu {gpu} and --device {device} contradict each other; leave one of them out")
+    else:
+        card = card_of(gpu)
+        info = DeviceInfo(
+            name=CudaDevice.kind,
+            model=card.name,
+            total_bytes=card.total_bytes,
+            free_bytes=card.total_bytes,
+            capability=card.capability,
+            num_multiprocessors=card.num_multiprocessors,
+        )
     asked = kind.of(options, total_bytes=lambda device: info.total_bytes)
     find_techniques().complete(config or {})  # before anything takes seconds
     return asked, info
-
-
-def _target(gpu: str | None, device: str) -> DeviceInfo:
-    """The device that the prediction is for."""
-    if gpu is None:
-        return open_device(device).info()
-    if device != "auto":
-        raise ConfigError(f"--gpu {gpu} and --device {device} contradict each other; leave one of them out")
-    card = card_of(gpu)
-    return DeviceInfo(
-        name=CudaDevice.kind,
-        model=card.name,
-        total_bytes=card.total_bytes,
-        free_bytes=card.total_bytes,
-        capability=card.capability,
-        num_multiprocessors=card.num_multiprocessors,
-    )
 
 
 def _tracing(source: TaskSource, device: str, logs: Path, timeout_s: float) -> Runner:
@@ -391,11 +388,6 @@ def _tracing(source: TaskSource, device: str, logs: Path, timeout_s: float) -> R
 
 def _total_bytes(device: str) -> int:
     return open_device(device).info().total_bytes
-
-
-def _source(task: Task | str | Path, global_batch: int | None) -> TaskSource:
-    source = TaskSource.of(task)
-    return source if global_batch is None else source.with_global_batch(global_batch)
 
 
 def _complete(config: Mapping[str, Choice], runner: Runner) -> Config:

@@ -26,7 +26,7 @@ from autotune.records.config import (
 from autotune.records.inspection import Inspection
 from autotune.techniques import Phase, Technique, Techniques
 from autotune.techniques.expectation import Expectation
-from autotune.techniques.frameworks import BATCH
+from autotune.techniques.frameworks import BATCH, FRAMEWORKS
 from autotune.units import plural
 
 # techniques or `accumulation_steps`, each with the choice that replaces the baseline's
@@ -113,12 +113,8 @@ class Space:
             and config[ACCUMULATION] in self.accumulations
             and config.plan_in(self.world).keeps(self.global_batch)
             and not any(self._is_redundant(technique, config) for technique in self._switched)
-            and not self._is_barred(config)
+            and not any(barred <= self.changes(config) for barred in self.barred)
         )
-
-    def _is_barred(self, config: Config) -> bool:
-        changes = self.changes(config) if self.barred else frozenset()
-        return any(barred <= changes for barred in self.barred)
 
     def changes(self, config: Config) -> Changes:
         """The techniques that a config switches otherwise than the baseline, and `CUT` where it takes more micro steps."""
@@ -218,18 +214,19 @@ class Space:
         choices = dict(self.choices)
         for name, technique in self.techniques.items():
             among = choices[name]
-            said = [
+            choices[name] = tuple(
                 choice
                 for choice in among
-                if any(technique.write(f, choice, among, optimizer=optimizer) is not None for f in frameworks)
-            ]
-            choices[name] = tuple(choice for choice in among if choice in (*said, self.baseline[name]))
+                if choice == self.baseline[name]
+                or any(technique.write(f, choice, among, optimizer=optimizer) is not None for f in frameworks)
+            )
         return replace(self, choices=choices)
 
     def with_smaller_baseline(self) -> Space | None:
         """The space with the baseline's batch halved, or at the next divisor of the global batch below that.
 
-        The smaller size is searched with every technique. None if the batch is one sample already, or must not be cut.
+        The smaller size is one more of those that are searched. Where none was searched beside the baseline's, it stands in for
+        that, unless the user fixed it. None if the batch is one sample already, or must not be cut.
         """
         if self.baseline.batch_size == 1 or self.stays_whole:
             return None
@@ -287,13 +284,19 @@ class Space:
 
 
 def require_possible(
-    techniques: Techniques, fix: Mapping[str, Any], include: Iterable[str], exclude: Iterable[str]
+    techniques: Techniques,
+    fix: Mapping[str, Any],
+    include: Iterable[str],
+    exclude: Iterable[str],
+    frameworks: Iterable[str] = (),
 ) -> dict[str, Choice]:
     """What is fixed, if it and the other names are possible for any task. This takes no inspection of one.
 
     Raises:
-        ConfigError: an unknown technique or choice, or contradicting options.
+        ConfigError: an unknown framework, technique or choice, or contradicting options.
     """
+    if unknown := {*frameworks} - {*FRAMEWORKS}:
+        raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
     for name in (*fix, *include, *exclude):
         techniques.known(name)
     if twice := {*exclude} & {*fix, *include}:

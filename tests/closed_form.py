@@ -28,7 +28,7 @@ from autotune.techniques import find_techniques
 from autotune.tuning.budget import Budget
 from autotune.tuning.events import Listener, Note
 from autotune.tuning.state import Search
-from autotune.tuning.tracing import Tracing
+from autotune.tuning.trace_ahead import Tracing
 
 techniques = find_techniques()
 

@@ -31,7 +31,7 @@ from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
-from autotune.tuning.events import Listener, Listeners, Note
+from autotune.tuning.events import Listener, Listeners
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
             f"an Accelerator was there before the search: {kept} holds for all of this process, so nothing else is tried; "
             "make the Accelerator in the function that receives the config, and not for its task"
         )
-        Listeners(listeners).on(Note(text=text, warning=True))
+        Listeners(listeners).warn(text)
         task = replace(task, baseline={**(task.baseline or {}), **found} or None)
         return task, {**options, "fix": {**options.get("fix", {}), **words}}
     return replace(task, baseline={**choices_of_launcher(), **(task.baseline or {})} or None), dict(options)

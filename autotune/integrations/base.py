@@ -24,7 +24,7 @@ from autotune.report.live import listeners_of
 from autotune.task import Task
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import BATCH
-from autotune.tuning.events import Listener, Listeners, Note
+from autotune.tuning.events import Listener, Listeners
 
 
 class LiveModel:
@@ -156,7 +156,7 @@ def search(
     gain = "".join((f", {found.gain}" if found.gain else "", f" ({found.sure})" if found.sure else ""))
     told = ", ".join(f"{name}={choice}" for name, choice in find_changes(task, result).items()) or "nothing to change"
     study = f'{result.storage.removeprefix("sqlite:///")} --study "{result.study}"'
-    Listeners(listeners).on(Note(text=f"{found.verdict}{gain}: {told}; `autotune show {study}` tells why"))
+    Listeners(listeners).tell(f"{found.verdict}{gain}: {told}; `autotune show {study}` tells why")
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from statistics import median
+from typing import TypeVar
 
 from autotune.prediction.cost_fit import Probes
 from autotune.prediction.memory import MemoryModel
@@ -17,6 +18,8 @@ from autotune.records.device import NOT_MEASURED, Calibration
 from autotune.records.study import Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
+
+T = TypeVar("T")
 
 LIKELY = 0.5
 ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueError
@@ -54,20 +57,16 @@ class CostModel:
 
     def propose(self, history: History) -> Proposal | None:
         """The config to probe next; None if no config has more than a small chance to beat the best."""
-        try:
-            found = self._acquisition(history).next(history.admissible())
-        except ARITHMETIC as error:
-            self._tell_of(error)
-            return self._fallback.propose(history)
-        return None if found is None else Proposal(config=found)
+
+        def next_config(models: Acquisition) -> Proposal | None:
+            found = models.next(history.admissible())
+            return None if found is None else Proposal(config=found)
+
+        return self._ask(history, next_config, lambda: self._fallback.propose(history))
 
     def predict(self, history: History, config: Config) -> Prediction | None:
         """The prediction for a config; None if it cannot be computed."""
-        try:
-            return self._acquisition(history).predict(config)
-        except ARITHMETIC as error:
-            self._tell_of(error)
-            return None
+        return self._ask(history, lambda models: models.predict(config), lambda: None)
 
     def is_likely_to_fit(self, history: History, config: Config) -> bool:
         """Whether a config is more likely to fit than not. A config without a prediction counts as likely."""
@@ -76,33 +75,28 @@ class CostModel:
 
     def may_gain(self, history: History, config: Config, name: str) -> bool:
         """Whether a config's choice of one technique can make a difference: it fits, and acts on more than a trifle."""
-        if not self.is_likely_to_fit(history, config):
-            return False
-        try:
-            return not self._acquisition(history).is_idle(config, name)
-        except ARITHMETIC as error:
-            self._tell_of(error)
-            return True
+        return self.is_likely_to_fit(history, config) and self._ask(
+            history, lambda models: not models.is_idle(config, name), lambda: True
+        )
 
     def ranked(self, history: History) -> list[Config]:
         """The feasible configs, ranked by all probes together: the best of many noisy figures is often a lucky one."""
-        feasible = history.feasible
-        try:
-            order = self._acquisition(history).ranked()
-        except ARITHMETIC as error:
-            self._tell_of(error)
-            objective = history.objective
-            order = sorted(feasible, key=lambda config: -objective.score(feasible[config]))
-        return [config for config in order if config in feasible]
+        feasible, score = history.feasible, history.objective.score
+        by_score = sorted(feasible, key=lambda config: -score(feasible[config]))
+        return [config for config in self._ask(history, Acquisition.ranked, lambda: by_score) if config in feasible]
 
-    def _tell_of(self, error: Exception) -> None:
-        """Say once that the models failed, and what happens instead."""
-        if not self._is_told:
-            self._is_told = True
-            self._tell(
-                "the models of speed and memory could not be computed; configs of the starting design are probed "
-                f"({type(error).__name__}: {error})"
-            )
+    def _ask(self, history: History, question: Callable[[Acquisition], T], otherwise: Callable[[], T]) -> T:
+        """What the models say. If they cannot be computed that is said once, and `otherwise` answers."""
+        try:
+            return question(self._acquisition(history))
+        except ARITHMETIC as error:
+            if not self._is_told:
+                self._is_told = True
+                self._tell(
+                    "the models of speed and memory could not be computed; configs of the starting design are probed "
+                    f"({type(error).__name__}: {error})"
+                )
+            return otherwise()
 
     def _acquisition(self, history: History) -> Acquisition:
         """Fitted to the history, and cached because a proposal and its prediction are asked for one after the other."""
@@ -111,17 +105,15 @@ class CostModel:
             lengths = peaks.lengths if peaks is not None else None
             time_model = TimeModel(space, probes, lengths, Roofline.of(self._calibration, peaks))
             memory_model = MemoryModel(peaks, self._outside_bytes, space, probes)
-            self._last = (
-                known,
-                Acquisition(
-                    space,
-                    history.objective,
-                    time_model,
-                    memory_model,
-                    probes,
-                    self._seed,
-                    setup_s=history.setup_s,
-                    probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
-                ),
+            found = Acquisition(
+                space,
+                history.objective,
+                time_model,
+                memory_model,
+                probes,
+                self._seed,
+                setup_s=history.setup_s,
+                probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
             )
+            self._last = known, found
         return self._last[1]

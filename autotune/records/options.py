@@ -2,7 +2,7 @@
 
 A new one is an `Option(...)`, and a field in each options class that has it: `--help`, the API, docstrings and `[tool.autotune]`
 follow. A unit that none has yet goes into `option_kinds.py`. A search reads its options in `tuning/opening.py`; where probes under
-another value cannot be compared, the option is a field of `Fingerprint` (`study.py`), which `tuning/resuming.py` fills; what probes
+another value cannot be compared, the option is a field of `Fingerprint` (`study.py`), which that file fills; what probes
 need is a field of `ProbeSettings` (`config.py`), too. An option that the answer must be run with again belongs into `RunOptions`.
 """
 

@@ -117,9 +117,11 @@ class TaskSource:
         """
         return self.script_digest()[:8] or (time.strftime("%Y%m%d-%H%M%S") if self._living() else "")
 
-    def with_global_batch(self, global_batch: int) -> TaskSource:
-        """The same task with another global batch."""
-        return replace(self, overrides={**self.overrides, "global_batch": global_batch})
+    def with_global_batch(self, global_batch: int | None) -> TaskSource:
+        """The same task with another global batch; None keeps the task's own."""
+        return (
+            self if global_batch is None else replace(self, overrides={**self.overrides, "global_batch": global_batch})
+        )
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from statistics import median
 from autotune.records.config import Config
 from autotune.records.measured import Measured
 from autotune.records.outcome import THROTTLED, Outcome
-from autotune.study.history import find_excused
+from autotune.study.history import History, find_excused
 from autotune.tuning import why
 from autotune.tuning.clearance import Finding
 from autotune.tuning.entrant import Standing, failure
@@ -56,7 +56,7 @@ def cautions(answer: Answer) -> Iterator[str]:
 
 def _unknown_gain(answer: Answer) -> Iterator[str]:
     if answer.baseline is None:
-        yield f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(answer.search)}"
+        yield f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(answer.search.history)}"
 
 
 def _earlier_answer(answer: Answer) -> Iterator[str]:
@@ -136,7 +136,7 @@ def _never_ran(answer: Answer) -> Iterator[str]:
 def _asked_and_never_run(answer: Answer) -> list[str]:
     """The choices of a command, and of techniques that were included, that no probe has run and that may make a difference."""
     search = answer.search
-    asked = search.runner.techniques.keys() if search.runner.command(answer.config) else search.options.include
+    asked = search.history.space.techniques.keys() if search.runner.command(answer.config) else search.options.include
     return [f"{name}={choice}" for (name, choice), _ in search.untried().left(search.history) if name in asked]
 
 
@@ -194,9 +194,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _baseline_failure(search: Search) -> str:
+def _baseline_failure(history: History) -> str:
     """Why the baseline has no figures."""
-    again = search.history.failed_again.get(search.history.space.baseline)
+    again = history.failed_again.get(history.space.baseline)
     if again is not None:
         return f"in the play-off, {failure(again)}"
-    return failure(search.history.baseline) if search.history.baseline is not None else "it was not measured"
+    return failure(history.baseline) if history.baseline is not None else "it was not measured"

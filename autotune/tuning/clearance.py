@@ -148,16 +148,21 @@ class Clearance:
             self._bar(one, self._of(one))
 
     def _bar(self, changes: Changes, found: Finding) -> None:
-        search = self._search
+        """Take a choice that does not pass by itself out of the space; let no config with all of several such changes be probed."""
+        history = self._search.history
         (name, choice), *others = sorted(changes)
-        space = search.history.space
-        if not others and name != ACCUMULATION and name not in space.fixed and found.has_finished:
-            if choice in space.choices[name]:
-                search.leave_out(name, choice, found.reason)
-            return
-        is_said = "differs from plain fp32" if found.check and found.check.passed is False else NOT_SHOWN
-        told = "; ".join(filter(None, (found.reason, found.remedy)))
-        search.bar(changes, f"{_in_words(changes)} {is_said}, and is not recommended: {told}")
+        if not others and name != ACCUMULATION and name not in history.space.fixed and found.has_finished:
+            if choice not in history.space.choices[name]:
+                return
+            history.space = history.space.without(name, {choice})
+            text = f"{name}={choice} is left out: {found.reason}"
+        else:
+            history.space = history.space.barring(changes)
+            is_said = "differs from plain fp32" if found.check and found.check.passed is False else NOT_SHOWN
+            told = "; ".join(filter(None, (found.reason, found.remedy)))
+            text = f"{_in_words(changes)} {is_said}, and is not recommended: {told}"
+        self._search.refused.append(text)
+        self._search.warn(text)
 
     def _compare(self, changes: Changes) -> Finding:
         budget = self._search.budget

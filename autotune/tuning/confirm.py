@@ -1,18 +1,21 @@
-"""Holds the play-off of a search: who takes part, how long a process is timed, and until when rounds are played."""
+"""Holds the play-off of a search: who takes part and who comes in later, how long a process is timed, and until when it goes on."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
 from autotune.devices import capabilities_of
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Config
+from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.study import PLAY_OFF, Proposal
 from autotune.study.figures import unrest
-from autotune.tuning import finalists
+from autotune.study.history import History
+from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
 from autotune.tuning.playoff import CLOSE, RISK, PlayOff
@@ -20,29 +23,30 @@ from autotune.tuning.state import Search
 from autotune.units import plural
 
 PLAY_OFF_INTERVAL = 0.01
-
-
-def whole_rounds(search: Search) -> tuple[int, ...]:
-    """Numbers of the rounds that were completed, in this search or an earlier one of the study."""
-    return search.store.facts.whole_rounds
+SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
+SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
+NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
+AS_GOOD = 0.98  # of the best's merit: one process of each cannot tell them apart
+MAY_WIN_Z = 1.2816  # standard deviations below the leader; they leave the chance of 10 % that is worth a place
+BETTER = math.log(1.01)
 
 
 def finalists_of(search: Search) -> list[Config]:
     """The best few configs, ranked by all probes together: as many as the remaining time can confirm."""
     history, budget = search.history, search.budget
-    ranked = _ranked(search)
-    near = finalists.near_the_best(ranked, history.objective)
+    ranked = _ranked(history, search.cost_model)
+    near = near_the_best(ranked, history.objective)
     others = [config for config in near if config != history.space.baseline]
     if not others:  # a baseline far ahead of the others is held against the best of them: it may have been lucky
         others = [config for config in ranked if config != history.space.baseline][:1]
     if not others:
         return []
-    num = finalists.affordable(budget.free_s, median(history.probe_wall_s))
+    num = budget.num_finalists(median(history.probe_wall_s))
     best = ranked[others[0]].measurement
     if best is None or history.objective.is_short_of_memory(best.peak_bytes):
         return others[:num]
     merits = {config: history.objective.merit(ranked[config]) for config in others}
-    return finalists.with_the_simplest(merits, num, lambda config: len(history.space.changes(config)))
+    return with_the_simplest(merits, num, lambda config: len(history.space.changes(config)))
 
 
 def confirm(
@@ -56,17 +60,17 @@ def confirm(
     """
     if search.play_off is None:
         search.play_off = _open_play_off(search)
-    play_off, ranked = search.play_off, _ranked(search)
+    play_off, ranked = search.play_off, _ranked(search.history, search.cost_model)
     playing = list(filter(admit, finalists_of(search)))
     merits = {config: search.history.objective.merit(outcome) for config, outcome in ranked.items()}
     candidates = [config for config in ranked if config != search.history.space.baseline]
     for config in playing:
         others = [other for other in candidates if other != config]
-        play_off.enter(_entrant(search, config, finalists.chosen(config, others, len(playing), merits)))
+        play_off.enter(_entrant(search, config, chosen(config, others, len(playing), merits)))
     if num := len(play_off.playing):
-        search.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
+        search.listener.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
     taken = (*playing, search.history.space.baseline)
-    waiting = filter(admit, finalists.substitutes(ranked, search.history.objective, taken))  # asked one by one
+    waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # asked one by one
     keep_s = (1 - share) * max(0.0, search.budget.free_s)
     return play_off.play(
         lambda round_s, number: search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number),
@@ -124,10 +128,8 @@ def _open_play_off(search: Search) -> PlayOff:
         return trial.outcome if trial is not None else None
 
     def ended(number: int) -> None:
-        search.store.keep(whole_rounds=(*whole_rounds(search), number))
+        search.store.keep(whole_rounds=(*search.store.facts.whole_rounds, number))
 
-    earlier = [trial for trial in history.trials if trial.in_play_off]
-    rounds = [(trial.round, trial.outcome) for trial in earlier if trial.round is not None]
     # the first: what was measured again was so because it was high
     first = next((trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok), None)
     searched = Searched(math.log(history.objective.merit(first)), None, unrest(first)) if runs and first else None
@@ -137,16 +139,14 @@ def _open_play_off(search: Search) -> PlayOff:
         history.objective,
         ended=ended,
         seed=search.options.seed,
-        first_round=max((number for number, _ in rounds), default=-1) + 1,
-        disturbed=[number for number, outcome in rounds if outcome.disturbances],
-        earlier=earlier,
+        earlier=[trial for trial in history.trials if trial.in_play_off],
         baseline_may_win=history.space.answers(baseline),
     )
 
 
 def _entrant(search: Search, config: Config, searched: Searched | None) -> Entrant:
     """A config that plays, with the whole rounds that it has played in earlier searches."""
-    whole = whole_rounds(search)
+    whole = search.store.facts.whole_rounds
     earlier = {
         trial.round: trial.outcome
         for trial in search.history.trials
@@ -164,7 +164,7 @@ def _challenger(
     """The next config that may yet beat the leader, by what the search found and how much processes differ."""
     history, objective = search.history, search.history.objective
     base = play_off.baseline
-    if len(play_off.playing) >= finalists.MOST or base is None or history.baseline is None or base.failed:
+    if len(play_off.playing) >= MOST_FINALISTS or base is None or history.baseline is None or base.failed:
         return None
     best_log, evidence = math.log(objective.merit(history.baseline)), play_off.evidence()
     if compared := play_off.compared:
@@ -175,15 +175,72 @@ def _challenger(
     for config in candidates:
         if config in known or config not in history.feasible:
             continue
-        found = finalists.may_win(math.log(objective.merit(history.known[config])), best_log, evidence.std)
+        found = may_win(math.log(objective.merit(history.known[config])), best_log, evidence.std)
         late = _entrant(search, config, found)
-        has_time = search.budget.allows_a_round(finalists.FEWEST_ROUNDS * (play_off.round_s + late.wall_s), 1)
+        has_time = search.budget.allows_a_round(FEWEST_ROUNDS * (play_off.round_s + late.wall_s), 1)
         if found is not None and has_time and admit(config):
             return late
     return None
 
 
-def _ranked(search: Search) -> dict[Config, Outcome]:
+def _ranked(history: History, cost_model: CostModel) -> dict[Config, Outcome]:
     """The feasible configs, ranked best first by all probes together."""
-    feasible = search.history.feasible
-    return {config: feasible[config] for config in search.cost_model.ranked(search.history)}
+    feasible = history.feasible
+    return {config: feasible[config] for config in cost_model.ranked(history)}
+
+
+def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> list[Config]:
+    """The feasible configs that may be the best, best first. Those that surely fit come before those that only just fitted.
+
+    Each group is compared with its own best. So safe configs play however fast a config is that only just fitted.
+    """
+    sure = {config: outcome for config, outcome in ranked.items() if _fits_within(SURE_TO_FIT, outcome, objective)}
+    near: list[Config] = []
+    for group in (sure, {config: outcome for config, outcome in ranked.items() if config not in sure}):
+        merits = {config: objective.merit(outcome) for config, outcome in group.items()}
+        best = max(merits.values(), default=0.0)
+        near += [config for config, merit in merits.items() if merit >= NEAR_BEST * best]
+    return near
+
+
+def with_the_simplest(near: Mapping[Config, float], num: int, num_changes: Callable[[Config], int]) -> list[Config]:
+    """As many of the configs near the best as can play: the best, then the one of fewest changes, then the others by rank.
+
+    They are within the noise of each other, so a technique more has to show in the play-off what it is for. Where one alone
+    can play, it is the one of fewest changes among those that are as good as the best.
+
+    Args:
+        near: each with its merit, best first.
+        num_changes: techniques that a config switches otherwise than the baseline.
+    """
+    best = next(iter(near))
+    among = near if num > 1 else [config for config, merit in near.items() if merit >= AS_GOOD * near[best]]
+    simplest = min(among, key=num_changes)
+    return list(dict.fromkeys((best, simplest, *near)))[:num] if num > 1 else [simplest]
+
+
+def chosen(config: Config, others: Sequence[Config], num: int, merits: Mapping[Config, float]) -> Searched | None:
+    """What the search found of one of `num` finalists; None where its own figure is not what it was chosen for."""
+    log, rivals = math.log(merits[config]), sorted((math.log(merits[other]) for other in others), reverse=True)
+    bars = [*(best + math.log(NEAR_BEST) for best in rivals[:1]), *rivals[num - 1 : num]]
+    bar = max(bars, default=None)
+    return Searched(log, bar) if bar is None or log >= bar else None
+
+
+def may_win(log: float, best_log: float, std: float) -> Searched | None:
+    """What the search found of a config that may yet beat the best, where one process differs from another by `std`."""
+    bar = best_log + BETTER - MAY_WIN_Z * std * math.sqrt(2)
+    return Searched(log, bar) if log >= bar else None
+
+
+def substitutes(ranked: Mapping[Config, Outcome], objective: Objective, taken: Container[Config]) -> list[Config]:
+    """The configs that may replace a finalist that fails: the best that surely fit, however slow."""
+    return [
+        config for config, outcome in ranked.items() if config not in taken and _fits_within(SAFE, outcome, objective)
+    ]
+
+
+def _fits_within(share: float, outcome: Outcome, objective: Objective) -> bool:
+    """Whether another process of a config will fit as well, if this one did."""
+    measured = outcome.measurement
+    return measured is None or measured.peak_bytes <= share * objective.usable_bytes

@@ -1,16 +1,30 @@
-"""The events of a running search. The search knows nothing about terminals; views implement `Listener`."""
+"""What a running search tells, and how a user or a batch system ends it: Ctrl-C, SIGTERM.
+
+The search knows nothing about terminals; views implement `Listener`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FrameType
+from typing import Self
 
 from autotune.records.config import Config
+from autotune.records.inspection import Inspection
 from autotune.records.outcome import Outcome, Progress
 from autotune.records.result import Result
 from autotune.records.study import Prediction, Trial
+from autotune.study.history import History
+from autotune.study.place import Place
 from autotune.techniques import Techniques
+from autotune.units import plural
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +45,28 @@ class SearchStarted:
     best: tuple[Config, Outcome] | None
     baseline: Outcome | None
     techniques: Techniques  # those of the configs
+
+    @classmethod
+    def of(cls, place: Place, inspection: Inspection, history: History, budget_s: float) -> Self:
+        """The beginning of a search."""
+        device, objective, space = inspection.device, history.objective, history.space
+        threads = f", {plural(device.num_threads, 'thread')}" if device.num_threads else ""
+        return cls(
+            task=inspection.facts.name,
+            device=f"{device.name} ({device.model}{threads})",
+            study=place.study,
+            storage=place.storage,
+            objective=objective.name,
+            memory_limit_bytes=objective.memory_limit_bytes,
+            headroom=objective.headroom,
+            budget_s=budget_s,
+            space=space.in_reach,
+            num_configs=space.num_combinations,
+            known=history.trials,
+            best=history.best,
+            baseline=history.baseline,
+            techniques=space.techniques,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +142,14 @@ class Listener:
     def on(self, event: Event) -> None:
         """Handle an event. It must not raise and must return at once."""
 
+    def tell(self, text: str) -> None:
+        """Hand on a message for the user."""
+        self.on(Note(text=text))
+
+    def warn(self, text: str) -> None:
+        """Hand on a warning."""
+        self.on(Note(text=text, warning=True))
+
 
 class Listeners(Listener):
     """Several listeners as one."""
@@ -127,3 +171,44 @@ class Listeners(Listener):
         """Pass an event on to each."""
         for listener in self._listeners:
             listener.on(event)
+
+
+@dataclass
+class Interruption:
+    """What asks a search to end.
+
+    Attributes:
+        tell: is given the acknowledgement.
+        is_ready: whether there is a search that can end after its running probe; before that a signal ends it at once.
+    """
+
+    tell: Callable[[str], None]
+    is_ready: bool = False
+    is_asked: bool = False
+
+    def __call__(self) -> bool:
+        """Whether it was."""
+        return self.is_asked
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Take note of the first signal; the second, which kills the running probe, raises KeyboardInterrupt."""
+        if self.is_asked or not self.is_ready:
+            raise KeyboardInterrupt
+        self.is_asked = True
+        again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        self.tell(f"ending after this probe; {again} again to end now")
+
+
+@contextlib.contextmanager
+def interruptible(tell: Callable[[str], None]) -> Iterator[Interruption]:
+    """Let Ctrl-C and SIGTERM end the search; in a thread other than the main one they are left as they are."""
+    interruption = Interruption(tell)
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    before = {number: signal.signal(number, interruption.on_signal) for number in SIGNALS}
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

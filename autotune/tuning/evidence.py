@@ -5,6 +5,10 @@ from all pairs of equal probes, those of the search among them. A difference the
 Bayesian Data Analysis, 3rd edition, section 14.2), with the degrees of freedom that the pairs leave. A process that other
 work disturbed has a variance of its own beside that, so it weighs little where others tell more (weighted least squares,
 section 14.7 there).
+
+The play-off's estimate of a gain weighs everything that is known, so by itself it may be more than any process showed. What
+is told of those who played is the nearest to it that processes did measure: each speed lies within those of its config, and a
+gain is the ratio of two of them.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.records.config import Config
+
 Array = NDArray[np.float64]
 Key = Hashable
 Cell = tuple[Key, int]  # a config in a round
+Range = tuple[float, float]  # least and most
 
 PRIOR_STD = 0.1  # between equal processes, before any pair was seen,
 PRIOR_DF = 2.0  # which weighs as much as two pairs
@@ -249,3 +256,29 @@ def _normals() -> Array:
     from scipy.special import ndtri
 
     return np.asarray(ndtri((np.arange(NORMALS) + 0.5) / NORMALS))
+
+
+def within_measured(
+    measured: Mapping[Config, Range], base: Config, level: float, gains: Mapping[Config, float]
+) -> dict[Config, float]:
+    """The logarithm of the speed that is told of each config.
+
+    Args:
+        measured: the range of the logarithms that the processes of each config measured.
+        base: the config that gains are over; `level` is the mean of its own logarithms.
+        gains: the estimated gain of each config over it, in logarithms, the most important first: where not all of them can
+            be told at once, as when a config ran only while the machine was fast, the first ones are.
+
+    Returns:
+        Levels whose differences to that of `base` are the gains, as far as the ranges allow.
+    """
+    least, most = measured[base]
+    for config, gain in gains.items():
+        edges = [edge - gain for edge in measured[config]]
+        least, most = (_clip(edge, (least, most)) for edge in edges)  # the nearest, where no level suits both
+    level = _clip(level, (least, most))
+    return {base: level} | {config: _clip(level + gain, measured[config]) for config, gain in gains.items()}
+
+
+def _clip(value: float, within: Range) -> float:
+    return min(max(value, within[0]), within[1])

@@ -7,7 +7,8 @@ from autotune.records.config import BATCH_SIZE
 from autotune.records.outcome import Kind
 from autotune.records.study import BASELINE, Proposal, Traced, Trial
 from autotune.study.history import History
-from autotune.tuning import finalists, shortage, why
+from autotune.tuning import why
+from autotune.tuning.confirm import near_the_best
 from autotune.tuning.state import Search
 from autotune.units import format_seconds, plural
 
@@ -35,7 +36,10 @@ def measure_baseline(search: Search) -> None:
                 return
             _trace_between(search)
         history.space = smaller
-        while not shortage.may_fit(search, smaller.baseline) and (half := smaller.with_smaller_baseline()) is not None:
+        while (
+            not why.may_fit(history, search.cost_model, smaller.baseline)
+            and (half := smaller.with_smaller_baseline()) is not None
+        ):
             history.space = smaller = half
         search.store.keep(baseline_config=smaller.baseline.as_dict())
 
@@ -46,7 +50,7 @@ def measure_baseline_again(search: Search) -> bool:
     probed = [trial for trial in history.searched if trial.config == baseline and trial.outcome.ok]
     others = [outcome for config, outcome in history.known.items() if config != baseline]
     slower = [o for o in others if history.objective.feasible(o) or o.kind is Kind.TIMEOUT]
-    is_far_ahead = finalists.near_the_best(history.feasible, history.objective) == [baseline]
+    is_far_ahead = near_the_best(history.feasible, history.objective) == [baseline]
     if not (
         is_far_ahead
         and slower
@@ -65,7 +69,7 @@ def tell_of_large_batches(search: Search) -> None:
     sizes = history.space.choices[BATCH_SIZE]
     probed = [size for size in sizes if int(size) <= history.largest_batch_size]
     if len(probed) < len(sizes):
-        search.tell(
+        search.listener.tell(
             f"batches above {probed[-1]} are tried only if something runs faster: at the speed seen so far, a step of one takes "
             f"more than {format_seconds(history.longest_step_s)}; a larger --budget includes them"
         )
@@ -92,7 +96,7 @@ def explore(search: Search, proposer: Proposer) -> None:
         while True:
             _trace_between(search)
             _trace_beside(search)
-            while _may_start_another(search) and not shortage.is_hopeless(search):
+            while _may_start_another(search) and not why.is_hopeless(history, search.cost_model):
                 if (proposal := proposer.propose(history)) is None:
                     break
                 search.start(proposal)
@@ -137,32 +141,27 @@ def _trace_beside(search: Search) -> None:
 
 
 def _note_traces(search: Search) -> None:
-    traces, wall_s = search.tracing.traces, search.tracing.wall_s
-    traced = Traced(num_groups=len(traces.models), failures=dict(traces.failures), wall_s=wall_s)
-    search.store.keep(traces=traced)
-    if search.tracing.is_done:
-        _tell_of_traces(search)
-
-
-def _tell_of_traces(search: Search) -> None:
+    """Keep how far tracing has come, and tell it at the end."""
     tracing, traces = search.tracing, search.tracing.traces
+    traced = Traced(num_groups=len(traces.models), failures=dict(traces.failures), wall_s=tracing.wall_s)
+    search.store.keep(traces=traced)
+    if not tracing.is_done:
+        return
     if traces.models:
         took = f" in {tracing.wall_s:.1f} s" if tracing.beside is None else ", beside the probes"
-        search.tell(f"predicted the memory of {_combinations(len(traces.models))}{took}")
+        search.listener.tell(f"predicted the memory of {plural(len(traces.models), 'combination')} of techniques{took}")
     if missing := len(tracing.missing):
-        search.tell(
-            f"the time for tracing was up ({tracing.max_s:.1f} s) with {_combinations(missing)} to go: probes tell their "
-            "memory, and the next search of this task carries on"
+        time_is_up = f"the time for tracing was up ({tracing.max_s:.1f} s)"
+        ended = f"tracing failed ({tracing.fault})" if tracing.fault else time_is_up
+        search.listener.tell(
+            f"{ended} with {plural(missing, 'combination')} of techniques to go: probes tell their memory, and the next search of "
+            "this task carries on"
         )
     if traces.failures:
         label, reason = next(iter(traces.failures.items()))
         others = f" (and {len(traces.failures) - 1} more)" if len(traces.failures) > 1 else ""
         what = f" for {label}{others}" if traces.models else ""
-        search.tell(f"memory cannot be traced{what}: {reason}; it is learned from probes")
-
-
-def _combinations(number: int) -> str:
-    return f"{plural(number, 'combination')} of techniques"
+        search.listener.tell(f"memory cannot be traced{what}: {reason}; it is learned from probes")
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
@@ -172,10 +171,8 @@ def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> Non
         TaskError: the error, where it arose in the user's code.
         OwnFault: the error, where it arose in autotune itself.
     """
-    if ended is None or ended.outcome.kind is not Kind.ERROR:
-        return
     known = history.known
-    if any(outcome.ok for outcome in known.values()):
+    if ended is None or ended.outcome.kind is not Kind.ERROR or any(outcome.ok for outcome in known.values()):
         return
     cause = why.without_digits(ended.outcome.cause)
     unlike = {

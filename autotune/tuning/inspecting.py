@@ -9,9 +9,11 @@ from pathlib import Path
 
 from autotune.devices.calibration import holds_for
 from autotune.devices.contention import DISTURBED
-from autotune.errors import AutotuneError, DeviceError, TaskError
+from autotune.errors import AutotuneError, ConfigError, DeviceError, TaskError
+from autotune.records.config import BATCH_KEYS, BatchPlan
 from autotune.records.device import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration, DeviceInfo
 from autotune.records.inspection import Inspection, Support
+from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed
 from autotune.runners.runner import ProbeFault, Runner
@@ -61,13 +63,15 @@ def inspect(runner: Runner, job: InspectJob, timeout_s: float | None = None) -> 
         raise inspection_failed(failed.outcome, job.memory_limit_bytes) from None
 
 
-def inspect_within(runner: Runner, job: InspectJob, limit_bytes: int) -> Inspection:
+def inspect_within(runner: Runner, job: InspectJob) -> Inspection:
     """The inspection within a limit. Where plain training, or the model alone, does not fit, it is asked in all that is free:
     to try a technique takes as much as plain training does.
 
     Raises:
         AutotuneError: it cannot be inspected.
     """
+    limit_bytes = job.memory_limit_bytes
+    assert limit_bytes is not None
 
     def in_more(shortage: str) -> Inspection | None:
         with contextlib.suppress(JobFailed):
@@ -93,6 +97,24 @@ def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
         f"{plural(inspection.step_samples, 'sample')} of plain training do not fit within {format_bytes(limit_bytes)} "
         f"({inspection.shortage}); what needs least memory by prediction is tried first"
     )
+
+
+def count_train_samples(options: SearchOptions, inspection: Inspection) -> float | None:
+    """How many samples the training is to take; None where the user does not say.
+
+    Raises:
+        ConfigError: the user says so in two ways, or by a dataset that there is not.
+    """
+    if options.train_epochs is None:
+        batch_size, accumulation_steps = (int(inspection.baseline[name]) for name in BATCH_KEYS)
+        plan = BatchPlan(batch_size, accumulation_steps, inspection.known_world)
+        return options.train_steps and options.train_steps * plan.samples_per_step
+    if options.train_steps is not None:
+        raise ConfigError("train_steps and train_epochs both say how long the training is; leave one out")
+    dataset_size = inspection.facts.dataset_size
+    if dataset_size is None:
+        raise ConfigError("train_epochs: the task has no dataset of known length; give the length as --train-steps")
+    return int(options.train_epochs * dataset_size)
 
 
 def drop_slow_setups(

@@ -1,4 +1,7 @@
-"""Opens a search: its runner, its study, the inspection of the task, and the space of configs."""
+"""Opens a search: its runner, its study, the inspection of the task, and the space of configs.
+
+A study says where the search is kept, what it must agree on with an earlier one there, and what it takes over of that.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,128 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.devices.targets import target_of
-from autotune.errors import ConfigError
+from autotune.devices.calibration import arithmetic
+from autotune.errors import ConfigError, StudyError
 from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
-from autotune.records.config import BATCH_KEYS, BATCH_SIZE, BatchPlan, Choice, ProbeSettings, World
+from autotune.records.config import BATCH_KEYS, Choice
 from autotune.records.device import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import SearchOptions
-from autotune.records.study import Fingerprint, SearchFacts
+from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.space import Space, build_space, require_possible, trained_beside
-from autotune.study.caches import TraceCache
 from autotune.study.history import History
-from autotune.study.place import Place
+from autotune.study.place import Place, lock_study, place_of, require_comparable
 from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
-from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
-from autotune.tuning.evaluation import is_asked_for
-from autotune.tuning.events import Listener, Note, SearchStarted, Working
-from autotune.tuning.inspecting import calibrate_device, drop_slow_setups, inspect_within, too_little_memory
-from autotune.tuning.interruption import interruptible
-from autotune.tuning.resuming import Kept, fingerprint, lock_places
+from autotune.tuning.events import Listener, SearchStarted, Working, interruptible
+from autotune.tuning.find_eval_batch import is_asked_for
+from autotune.tuning.inspecting import (
+    calibrate_device,
+    count_train_samples,
+    drop_slow_setups,
+    inspect_within,
+    too_little_memory,
+)
 from autotune.tuning.state import Search
-from autotune.tuning.tracing import Tracing
-from autotune.units import plural
+from autotune.tuning.trace_ahead import trace_for
+from autotune.units import format_bytes
+from autotune.version import __version__
 
-MAX_TRACE_SHARE = 0.05  # of the budget
 MIN_COMPARING_S = 1.0
 COMPARING_SHARE = 0.02  # of the budget, for finding out whether a batch may be cut
+MAX_TRACE_SHARE = 0.05  # of the budget
 STEP_SHARE = 0.02  # of the budget, that a micro step may take
 EVALUATION_SHARE = 0.15  # of the budget that the start left, where the batch size for evaluation is asked for
 OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, where something else is ranked beside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Where a search is kept, and what an earlier one has left there.
+
+    Attributes:
+        place: of the study.
+        stored: what is in it already; None for a new study.
+        own: where the user's own training is searched: `place`, unless this search trains something else.
+        earlier: `stored`, else what is kept of the user's own training.
+    """
+
+    place: Place
+    stored: StudyFacts | None
+    own: Place
+    earlier: StudyFacts | None
+
+    def agree(self, options: SearchOptions, free_bytes: int, *, environment: bool) -> Fingerprint:
+        """What must be equal for measurements to be comparable, as far as it is known before the model is imported.
+
+        Its memory limit is the one that the user asked for, else that of the study that is resumed, else what is free.
+
+        Args:
+            environment: whether what the environment says of the processor's arithmetic holds for the runner.
+
+        Raises:
+            StudyError: so much is not free now, or the study has other values.
+        """
+        limit_bytes = options.memory_limit_bytes
+        earlier_bytes = self.earlier.fingerprint.memory_limit_bytes if self.earlier else None
+        if limit_bytes is None and earlier_bytes is not None and earlier_bytes > 1.1 * free_bytes:
+            study = (self.place if self.stored else self.own).study
+            raise StudyError(
+                f"the study {study} has a memory limit of {format_bytes(earlier_bytes)}, but only {format_bytes(free_bytes)} are free "
+                "now; free memory, or give a --memory-limit that is free, which begins a study beside it"
+            )
+        agreed = Fingerprint(
+            memory_limit_bytes=limit_bytes or earlier_bytes or free_bytes,
+            headroom=options.headroom,
+            objective=options.objective,
+            train_steps=options.train_steps,
+            train_epochs=options.train_epochs,
+            environment={name: value for name, value in arithmetic().items() if value} if environment else {},
+        )
+        require_comparable(self.place, self.stored, agreed)
+        return agreed
+
+    def options_to_repeat(self, options: SearchOptions, source: TaskSource | None) -> dict[str, str | int]:
+        """The options that must be given again to run the answer, without defaults."""
+        asked = options.asked()
+        if source is not None and source.overrides.get("global_batch") is not None:
+            asked["global_batch"] = source.overrides["global_batch"]
+        earlier = self.earlier.asked.get("memory_limit") if self.earlier else None
+        return asked if earlier is None else {"memory_limit": earlier, **asked}  # a study keeps the limit it began with
+
+    def facts(
+        self,
+        options: SearchOptions,
+        inspection: Inspection,
+        space: Space,
+        agreed: Fingerprint,
+        asked: Mapping[str, str | int],
+        model: str,
+    ) -> SearchFacts:
+        """What the study says of the search beside the trials."""
+        assert agreed.memory_limit_bytes is not None
+        return SearchFacts(
+            fingerprint=fingerprint(inspection, space.techniques, agreed),
+            task=inspection.facts.name,
+            model=model,
+            asked=dict(asked),
+            objective=options.objective,
+            memory_limit_bytes=agreed.memory_limit_bytes,
+            headroom=options.headroom,
+            space={name: tuple(choices) for name, choices in space.choices.items()},
+            unsupported={n: why for n, why in inspection.unsupported.items() if n not in options.include},
+            baseline_config=space.baseline.as_dict(),
+            limited_beside=self.place.beside,
+            ranked_beside=self.own.study if self.place.trained else "",
+            signature=inspection.signature,
+        )
 
 
 @contextlib.contextmanager
@@ -64,18 +152,21 @@ def open_search(
     Raises:
         TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
     """
-    if source is not None and options.global_batch is not None:
+    if source is not None:
         source = source.with_global_batch(options.global_batch)
+    if runner is not None and options.device != "auto":
+        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
+    sampler_named(options.sampler)  # which refuses what it does not know, before anything takes seconds
     techniques = runner.techniques if runner is not None else find_techniques()
-    fixed = _require_known(options, runner, techniques)  # before anything takes seconds
-    names = _name_study(source, options.study, runner)
+    fixed = require_possible(techniques, options.fix, options.include, options.exclude, options.frameworks)
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
-        interruption = stack.enter_context(interruptible(lambda text: listener.on(Note(text=text))))
-        kept = stack.enter_context(lock_places(options, *names, fixed, techniques))
+        interruption = stack.enter_context(interruptible(listener.tell))
+        kept = stack.enter_context(lock_places(options, source, runner, fixed, techniques))
         if kept.own.beside:
-            text = f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
-            listener.on(Note(text=text))
+            listener.tell(
+                f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
+            )
         if runner is None:
             assert source is not None
             runner = LocalRunner(
@@ -85,11 +176,11 @@ def open_search(
                 import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
                 compiled=kept.place.compiled,
             )
-        waited_s = time.monotonic() - began_s if began_s is not None else 0.0
-        budget = _budget(options, runner, listener, waited_s)
+        budget = _budget(options, runner, listener, time.monotonic() - began_s if began_s is not None else 0.0)
         with budget.split("import"):
             device = runner.slots()[0].device
             agreed = kept.agree(options, device.free_bytes, environment=runner.keeps_traces)
+            asked = kept.options_to_repeat(options, source)
             if not kept.earlier:  # the cache of a deleted study: how long compiling takes is measured without it
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
             stack.enter_context(runner)
@@ -97,22 +188,15 @@ def open_search(
                 runner.stated = replace(runner.stated, model=source.spec)
         own = techniques.complete(runner.stated.trained)
         others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
-        place = kept.own.training(others, techniques)
+        kept = replace(kept, place=kept.own.training(others, techniques))
         for note in (*runner.notes, *device.notes):
-            listener.on(Note(text=note, warning=True))
+            listener.warn(note)
         with budget.split("inspection"):
-            calibration, why_none = calibrate_device(runner, device, place.folder)
+            calibration, why_none = calibrate_device(runner, device, kept.place.folder)
             if why_none:
-                listener.on(Note(text=f"the device could not be measured: {why_none}", warning=True))
-        shared = _Shared(
-            runner=runner,
-            agreed=agreed,
-            calibration=calibration,
-            asked=kept.options_to_repeat(options, source),
-            listener=listener,
-            interrupted=interruption,
-        )
-        search = stack.enter_context(_open_over(shared, place, options, budget))
+                listener.warn(f"the device could not be measured: {why_none}")
+        search = _open_over(runner, kept, options, budget, agreed, asked, calibration, listener, interruption)
+        stack.enter_context(search.tracing)
         interruption.is_ready = True
         yield search
 
@@ -124,198 +208,127 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
     Raises:
         TaskError, ConfigError, StudyError: as `open_search`.
     """
+    runner, listener, own = search.runner, search.listener, search.store.place
     options = replace(search.options, fix={**search.options.fix, **choice}, budget_s=budget_s)
-    own, limit_bytes = search.store.place, search.history.objective.memory_limit_bytes
-    place = own.training(choice, search.runner.techniques)
+    place = own.training(choice, search.history.space.techniques)
     stored = stored_facts(place)
     kept = Kept(place=place, stored=stored, own=own, earlier=stored)
-    shared = _Shared(
-        runner=search.runner,
-        agreed=kept.agree(options, limit_bytes, environment=search.runner.keeps_traces),
-        calibration=search.calibration,
-        asked={**search.asked, **kept.options_to_repeat(options, None)},
-        listener=search.listener,
-        interrupted=search.interrupted,
-    )
-    with (
-        storage_errors(place),
-        _open_over(shared, place, options, _budget(options, search.runner, search.listener), own) as other,
-    ):
-        yield other
+    limit_bytes = search.history.objective.memory_limit_bytes
+    agreed = kept.agree(options, limit_bytes, environment=runner.keeps_traces)
+    asked = {**search.asked, **kept.options_to_repeat(options, None)}
+    budget = _budget(options, runner, listener)
+    with storage_errors(place):
+        other = _open_over(
+            runner,
+            kept,
+            options,
+            budget,
+            agreed,
+            asked,
+            search.calibration,
+            listener,
+            search.interrupted,
+            is_beside=True,
+        )
+        with other.tracing:
+            yield other
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shared:
-    """What several searches over one runner have in common."""
-
-    runner: Runner
-    agreed: Fingerprint
-    calibration: Calibration
-    asked: Mapping[str, str | int]
-    listener: Listener
-    interrupted: Callable[[], bool]
-
-    @property
-    def limit_bytes(self) -> int:
-        """The memory limit of one training process."""
-        assert self.agreed.memory_limit_bytes is not None
-        return self.agreed.memory_limit_bytes
-
-
-@contextlib.contextmanager
 def _open_over(
-    shared: _Shared, place: Place, options: SearchOptions, budget: Budget, own: Place | None = None
-) -> Iterator[Search]:
+    runner: Runner,
+    kept: Kept,
+    options: SearchOptions,
+    budget: Budget,
+    agreed: Fingerprint,
+    asked: Mapping[str, str | int],
+    calibration: Calibration,
+    listener: Listener,
+    interrupted: Callable[[], bool],
+    *,
+    is_beside: bool = False,
+) -> Search:
     """A search over an open runner.
 
     Args:
-        own: where the search is kept beside which this one makes a ranking; None for the user's own.
+        is_beside: it makes a ranking beside the user's own search, which has told everything and ranks nothing beside itself.
     """
-    runner, listener, limit_bytes = shared.runner, shared.listener, shared.limit_bytes
-    inspection = _inspect(shared, options, budget)
-    train_samples = _train_samples(options, inspection)
+    limit_bytes = agreed.memory_limit_bytes
+    assert limit_bytes is not None
+    inspection = _inspect(runner, options, limit_bytes, calibration, budget)
+    if inspection.shortage:
+        listener.warn(too_little_memory(inspection, limit_bytes))
+    train_samples = count_train_samples(options, inspection)
     inspection = drop_slow_setups(inspection, options.budget_s, train_samples, options.include)
     wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
     space, notes = build_space(inspection, runner.techniques, **wanted, frameworks=options.frameworks)
-    others = trained_beside(inspection, runner.techniques, **wanted) if own is None else []
+    others = trained_beside(inspection, space.techniques, **wanted) if not is_beside else []
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
-    store = Store(place, _search_facts(shared, place, options, own, inspection, space))
+    store = Store(kept.place, kept.facts(options, inspection, space, agreed, asked, runner.stated.model))
     objective = OBJECTIVES[options.objective](
         memory_limit_bytes=limit_bytes, headroom=options.headroom, train_samples=train_samples
     )
-    history = History(
-        space,
-        objective,
-        store.trials(),
-        budget.timeout_s,
-        longest_step_s=STEP_SHARE * budget.budget_s,
-        setup_left_s=budget.setup_left_s,
-    )
-    listener.on(_describe_start(place, inspection, history, options, limit_bytes, budget.budget_s))
-    warnings = [text for text in inspection.facts.warnings if text not in _allowed(inspection, options)]
-    if own is None:  # beside it they would be told again
-        for note in notes:
-            listener.on(Note(text=note))
+    longest_step_s = STEP_SHARE * budget.budget_s
+    history = History(space, objective, store.trials(), budget.timeout_s, longest_step_s, budget.setup_left_s)
+    listener.on(SearchStarted.of(kept.place, inspection, history, budget.budget_s))
+    # why batches stay as they are is not told where the user has other ones tried all the same
+    allowed = {inspection.support_of(name).reason for name in BATCH_KEYS if name in options.include}
+    warnings = [text for text in inspection.facts.warnings if text not in allowed]
+    if not is_beside:
+        for text in notes:
+            listener.tell(text)
         for text in warnings:
-            listener.on(Note(text=text, warning=True))
-    if is_asked_for(options, inspection):
+            listener.warn(text)
+    if is_asked_for(options.eval, inspection):
         budget.keep_for_evaluation(EVALUATION_SHARE)
-    with _tracing(runner, place, inspection, history, MAX_TRACE_SHARE * budget.budget_s) as tracing:
-        yield Search(
-            runner=runner,
-            store=store,
-            history=history,
-            inspection=inspection,
-            options=options,
-            settings=_settings(options.seed, limit_bytes, inspection.known_world, budget),
-            budget=budget,
-            tracing=tracing,
-            cost_model=CostModel(
-                lambda: tracing.traces,
-                inspection.outside_bytes,
-                options.seed,
-                tell=lambda text: listener.on(Note(text=text, warning=True)),
-                calibration=shared.calibration,
-            ),
-            calibration=shared.calibration,
-            listener=listener,
-            interrupted=shared.interrupted,
-            asked=shared.asked,
-            others=others,
-            warnings=warnings,
-        )
+    settings = budget.first_settings(limit_bytes, inspection.known_world, options.seed)
+    tracing = trace_for(runner, kept.place.folder, inspection, history, MAX_TRACE_SHARE * budget.budget_s)
+    return Search(
+        runner=runner,
+        store=store,
+        history=history,
+        inspection=inspection,
+        options=options,
+        settings=settings,
+        budget=budget,
+        tracing=tracing,
+        cost_model=CostModel(
+            lambda: tracing.traces, inspection.outside_bytes, options.seed, tell=listener.warn, calibration=calibration
+        ),
+        calibration=calibration,
+        listener=listener,
+        interrupted=interrupted,
+        asked=asked,
+        others=others,
+        warnings=warnings,
+    )
 
 
-def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspection:
-    """Inspect the task, and tell where it is short of memory.
+def _inspect(
+    runner: Runner, options: SearchOptions, limit_bytes: int, calibration: Calibration, budget: Budget
+) -> Inspection:
+    """Inspect the task.
 
     Raises:
         TaskError, DeviceError: it cannot be inspected.
         ConfigError: the runner's task has another global batch than the one asked for.
     """
-    trained = {name: options.fix[name] for name in shared.runner.techniques.trained({}) if name in options.fix}
     job = InspectJob(
-        memory_limit_bytes=shared.limit_bytes,
+        memory_limit_bytes=limit_bytes,
         timeout_s=budget.first_timeout_s,
-        calibration=shared.calibration,
-        trained=trained,
+        calibration=calibration,
+        trained={name: options.fix[name] for name in runner.techniques.trained({}) if name in options.fix},
         comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
     )
     with budget.split("inspection"):
-        inspection = inspect_within(shared.runner, job, shared.limit_bytes)
+        inspection = inspect_within(runner, job)
     if options.global_batch not in (None, inspection.global_batch):
         raise ConfigError(
             f"a global batch of {options.global_batch} cannot be searched here: the runner's task has "
             f"{inspection.global_batch or 'none'}; leave the option out"
         )
     budget.keeps_checks = inspection.comparable
-    if inspection.shortage:
-        shared.listener.on(Note(text=too_little_memory(inspection, shared.limit_bytes), warning=True))
     return inspection
-
-
-def _search_facts(
-    shared: _Shared, place: Place, options: SearchOptions, own: Place | None, inspection: Inspection, space: Space
-) -> SearchFacts:
-    """What a study says of its search beside the trials."""
-    return SearchFacts(
-        fingerprint=fingerprint(inspection, space.techniques, shared.agreed),
-        task=inspection.facts.name,
-        model=shared.runner.stated.model,
-        asked=dict(shared.asked),
-        objective=options.objective,
-        memory_limit_bytes=shared.limit_bytes,
-        headroom=options.headroom,
-        space={name: tuple(choices) for name, choices in space.choices.items()},
-        unsupported={n: why for n, why in inspection.unsupported.items() if n not in options.include},
-        baseline_config=space.baseline.as_dict(),
-        limited_beside=place.beside,
-        ranked_beside=(own.study if own else place.name) if place.trained else "",
-        signature=inspection.signature,
-    )
-
-
-def _tracing(runner: Runner, place: Place, inspection: Inspection, history: History, max_trace_s: float) -> Tracing:
-    """Tracing beside the probes, with what earlier searches have traced."""
-    space, target = history.space, target_of(inspection.device)
-    sizes = [int(size) for size in space.choices[BATCH_SIZE]]
-    cache = TraceCache(place.folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline))
-    kept = cache if runner.keeps_traces else None
-    return Tracing(runner, lambda: history.space.tracing(), target, kept, max_trace_s, runner.tracer())
-
-
-def _name_study(source: TaskSource | None, study: str | None, runner: Runner | None) -> tuple[str | None, str, str]:
-    """The name of the study, where the user or the runner gives one, and the task's name and version.
-
-    Raises:
-        ConfigError: there is no task.
-    """
-    if runner is not None:
-        return study or runner.default_study, runner.task_name, ""
-    if source is not None:
-        return study, source.name, source.version
-    raise ConfigError("no task was given; expected a task, or a runner that has one")
-
-
-def _require_known(options: SearchOptions, runner: Runner | None, techniques: Techniques) -> dict[str, Choice]:
-    """What is fixed, once every name that the user gave is known.
-
-    Raises:
-        ConfigError: one is not, or options contradict each other.
-    """
-    sampler_named(options.sampler)
-    if unknown := {*options.frameworks} - {*FRAMEWORKS}:
-        raise ConfigError(f"frameworks: {min(unknown)!r} is not known; expected some of {', '.join(FRAMEWORKS)}")
-    if runner is not None and options.device != "auto":
-        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
-    return require_possible(techniques, options.fix, options.include, options.exclude)
-
-
-def _allowed(inspection: Inspection, options: SearchOptions) -> set[str]:
-    """Why batches stay as they are, where the user has other ones tried all the same."""
-    reasons = {name: inspection.support_of(name).reason for name in BATCH_KEYS}
-    return {reason for name, reason in reasons.items() if name in options.include}
 
 
 def _budget(options: SearchOptions, runner: Runner, listener: Listener, waited_s: float = 0.0) -> Budget:
@@ -330,58 +343,62 @@ def _budget(options: SearchOptions, runner: Runner, listener: Listener, waited_s
     )
 
 
-def _settings(seed: int, limit_bytes: int, world: World, budget: Budget) -> ProbeSettings:
-    return ProbeSettings(
-        memory_limit_bytes=limit_bytes,
-        world=world,
-        seed=seed,
-        timeout_s=budget.first_timeout_s,
-        max_timed_s=min(10.0, max(1.0, budget.budget_s / 60)),
-        max_warmup_s=min(20.0, max(2.0, budget.budget_s / 60)),
-    )
-
-
-def _describe_start(
-    place: Place,
-    inspection: Inspection,
-    history: History,
+@contextlib.contextmanager
+def lock_places(
     options: SearchOptions,
-    limit_bytes: int,
-    budget_s: float,
-) -> SearchStarted:
-    device = inspection.device
-    threads = f", {plural(device.num_threads, 'thread')}" if device.num_threads else ""
-    return SearchStarted(
-        task=inspection.facts.name,
-        device=f"{device.name} ({device.model}{threads})",
-        study=place.study,
-        storage=place.storage,
-        objective=options.objective,
-        memory_limit_bytes=limit_bytes,
-        headroom=options.headroom,
-        budget_s=budget_s,
-        space=history.space.in_reach,
-        num_configs=history.space.num_combinations,
-        known=history.trials,
-        best=history.best,
-        techniques=history.space.techniques,
-        baseline=history.baseline,
-    )
+    source: TaskSource | None,
+    runner: Runner | None,
+    fixed: Mapping[str, Choice],
+    techniques: Techniques,
+) -> Iterator[Kept]:
+    """Lock a task's studies, and find the one of this search: beside the others where it has another memory limit.
 
-
-def _train_samples(options: SearchOptions, inspection: Inspection) -> float | None:
-    """How many samples the training is to take; None where the user does not say.
+    Args:
+        fixed: choices that the user has fixed; of what they train, the search is kept apart.
 
     Raises:
-        ConfigError: the user says so in two ways, or by a dataset that there is not.
+        ConfigError: there is no task.
+        StudyError: another search holds it, it cannot be written, or its name is a path.
     """
-    if options.train_epochs is None:
-        batch_size, accumulation_steps = (int(inspection.baseline[name]) for name in BATCH_KEYS)
-        plan = BatchPlan(batch_size, accumulation_steps, inspection.known_world)
-        return options.train_steps and options.train_steps * plan.samples_per_step
-    if options.train_steps is not None:
-        raise ConfigError("train_steps and train_epochs both say how long the training is; leave one out")
-    dataset_size = inspection.facts.dataset_size
-    if dataset_size is None:
-        raise ConfigError("train_epochs: the task has no dataset of known length; give the length as --train-steps")
-    return int(options.train_epochs * dataset_size)
+    if runner is not None:
+        plain = place_of(options.storage, options.study or runner.default_study, runner.task_name)
+    elif source is not None:
+        plain = place_of(options.storage, options.study, source.name, source.version)
+    else:
+        raise ConfigError("no task was given; expected a task, or a runner that has one")
+    place = plain.training(fixed, techniques)
+    with lock_study(plain), storage_errors(place):
+        kept = stored_facts(plain) or stored_facts(place)
+        known = kept.fingerprint.memory_limit_bytes if kept else None
+        if options.memory_limit_bytes is not None and known not in (None, options.memory_limit_bytes):
+            plain = plain.within(options.memory_limit_bytes)
+        place = plain.training(fixed, techniques)
+        stored = stored_facts(place)
+        yield Kept(place=place, stored=stored, own=plain, earlier=stored or stored_facts(plain))
+
+
+def fingerprint(inspection: Inspection, techniques: Techniques, early: Fingerprint) -> Fingerprint:
+    """All that must be equal for measurements to be comparable."""
+    device, facts = inspection.device, inspection.facts
+    return replace(
+        early,
+        autotune=__version__,
+        techniques=tuple(techniques),
+        choices={
+            name: tuple(sorted(map(str, {*support.choices, *support.optional})))
+            for name, support in inspection.support.items()
+            if not techniques[name].ordered
+        },
+        task=facts.source_hash,
+        num_parameters=facts.num_parameters,
+        num_trainable=facts.num_trainable,
+        parameter_bytes=facts.parameter_bytes,
+        batch=facts.batch,
+        device=f"{device.name} {device.model}",
+        num_threads=device.num_threads,
+        total_bytes=device.total_bytes,
+        driver=device.driver,
+        torch=device.torch_version,
+        global_batch=inspection.global_batch,
+        num_processes=inspection.known_world.size if inspection.known_world.size > 1 else None,
+    )

@@ -19,8 +19,7 @@ from autotune.records.study import PLAY_OFF, Trial
 from autotune.study.figures import ratio_interval, times_as_fast, unrest
 from autotune.study.history import find_excused
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
-from autotune.tuning.evidence import Evidence, Searched
-from autotune.tuning.told import within_measured
+from autotune.tuning.evidence import Evidence, Searched, within_measured
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
@@ -40,9 +39,7 @@ class PlayOff:
         baseline: None when the user's baseline does not run.
         run: runs a config in a fresh process for a round; None when the user interrupts or the time is up.
         ended: is told of each round that was not cut short.
-        first_round: the number of the next round; the earlier ones were played by earlier searches.
-        disturbed: which of the earlier rounds something disturbed.
-        earlier: the trials of the earlier rounds.
+        earlier: the trials of the rounds that earlier searches played.
         baseline_may_win: not where it leaves what the user fixed; then it plays to be compared with.
     """
 
@@ -54,8 +51,6 @@ class PlayOff:
         *,
         seed: int,
         ended: Callable[[int], None] = lambda number: None,
-        first_round: int = 0,
-        disturbed: Iterable[int] = (),
         earlier: Iterable[Trial] = (),
         baseline_may_win: bool = True,
     ) -> None:
@@ -64,11 +59,12 @@ class PlayOff:
         self.objective = objective
         self._run, self._ended = run, ended
         self._order = random.Random(seed)
-        self._first_round = self._next_round = first_round
         self.baseline_may_win = baseline_may_win
         self._rounds: list[int] = []
         self._runs = list(earlier)
-        self._disturbed = set(disturbed)
+        self._first_round = 1 + max((run.round for run in self._runs if run.round is not None), default=-1)
+        self._next_round = self._first_round
+        self._disturbed = {run.round for run in self._runs if run.outcome.disturbances}
         self._substitutes: list[Entrant] = []
 
     def enter(self, entrant: Entrant) -> None:
@@ -141,10 +137,14 @@ class PlayOff:
 
     def leader(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant:
         """The entrant of the highest expected merit."""
+        return max(entrants, key=self._expected_merit(evidence))
+
+    def _expected_merit(self, evidence: Evidence) -> Callable[[Entrant], float]:
+        """An entrant's merit, up to what is the same for all: over the baseline's where that runs."""
         if self._base is None:
-            return max(entrants, key=lambda entrant: evidence.levels[entrant.config])
+            return lambda entrant: evidence.levels[entrant.config]
         base = self._base.config
-        return max(entrants, key=lambda entrant: evidence.difference(entrant.config, base).mean)
+        return lambda entrant: evidence.difference(entrant.config, base).mean
 
     def timed_s(self, longest_s: float) -> float:
         """Seconds to time a process for, so that the answer gets surest for its cost.
@@ -208,11 +208,7 @@ class PlayOff:
         Who was let in because it may win and has not played comes first, then the leader, then who only replaces one that
         failed.
         """
-        ran, evidence = self.compared, self.evidence()
-        by_merit: list[Entrant] = []
-        while ran:
-            by_merit.append(self.leader(evidence, ran))
-            ran.remove(by_merit[-1])
+        by_merit = sorted(self.compared, key=self._expected_merit(self.evidence()), reverse=True)
         unplayed = [entrant for entrant in self.playing if entrant not in by_merit]
         late = [entrant for entrant in unplayed if entrant not in self._substitutes]
         substitutes = [entrant for entrant in unplayed if entrant in self._substitutes]
@@ -364,7 +360,7 @@ class PlayOff:
         """What those who ran do, by one estimate: as many times what the baseline does as they are said to gain.
 
         Where the baseline does not run, who played most takes its place. Each figure lies within what was measured of its
-        config, see `told.py`.
+        config, see `within_measured`.
         """
         ran = {entrant.config: entrant for entrant in self._everyone() if any(o.ok for o in entrant.outcomes.values())}
         if not ran:

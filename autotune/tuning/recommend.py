@@ -1,4 +1,7 @@
-"""The recommendation: the answer, the evidence for it, and its warnings."""
+"""The recommendation: the answer, its verdict, the evidence for it, and its warnings.
+
+The verdict is decided here alone, so that its word, its interval and its confirmation agree.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,28 @@ from autotune.records.config import Config
 from autotune.records.measured import Measured, Rival, front_of
 from autotune.records.outcome import Outcome
 from autotune.records.result import Compiling, Cost, Goal, PlayOffOutcome, Reasons, Result, Subject
+from autotune.records.study import Trial
 from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
-from autotune.tuning import shortage, why
+from autotune.study.history import History
+from autotune.tuning import why
+from autotune.tuning.budget import Budget
 from autotune.tuning.cautions import Answer, cautions
 from autotune.tuning.clearance import Clearance
-from autotune.tuning.effects import effects
 from autotune.tuning.entrant import Ratio, Standing
-from autotune.tuning.evaluation import evaluation_of
 from autotune.tuning.evidence import Evidence, Searched
+from autotune.tuning.find_eval_batch import evaluation_of
+from autotune.tuning.playoff import MIN_ROUNDS
 from autotune.tuning.state import Search
-from autotune.tuning.verdict import verdict_of
+from autotune.tuning.why import effects
+from autotune.units import format_exact_seconds, plural
 
 UNCHECKED = "its gradients were not compared with plain fp32 before the search ended; run the same command again, and it goes on"
+AS_FAST = 1.05  # an interval that reaches above leaves open whether there is a gain; one below the inverse, a loss
+DECIDING_WIDTH = 0.1  # of the gain's interval, in logarithms
+MOST_BUDGETS = 10  # a budget so many times larger is not proposed
+ROUNDED_S = 30.0
+NAMED = 6  # choices that were not tried
 
 
 class NothingFeasible(AutotuneError):
@@ -52,25 +64,6 @@ def recommend(search: Search, clearance: Clearance, standing: Standing | None) -
     return result
 
 
-def why_nothing(search: Search) -> str:
-    """Why no config can be recommended, and what to try."""
-    history = search.history
-    if history.failed_again:
-        return why.none_again(history.failed_again, history.space.baseline, history.objective)
-    ran = [config for config, outcome in history.known.items() if history.objective.feasible(outcome)]
-    if search.refused and ran:
-        return why.none_passed(len(ran), search.refused)
-    tried = [trial for trial in history.searched if history.space.answers(trial.config)]
-    proposal = search.cost_model.propose(history)
-    left = None if proposal is None else proposal.config
-    reason = why.no_fit(tried, history.objective.memory_limit_bytes, shortage.least_need(search, left))
-    reason = "; ".join(filter(None, (reason, shortage.what_was_left(search, left))))
-    if not history.space.fixed:
-        return reason
-    fixed = ", ".join(f"{name}={choice}" for name, choice in history.space.fixed.items())
-    return "; ".join(filter(None, (f"nothing feasible with {fixed}: {reason}", shortage.what_would_fit(search))))
-
-
 def _result(search: Search, clearance: Clearance, standing: Standing | None) -> Result | None:
     history = search.history
     confirmed = standing.answer if standing is not None else None
@@ -78,7 +71,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         answer, measured = confirmed.config, standing.figures[confirmed.config]
         outcomes = list(confirmed.outcomes.values())
     elif (best := _best(search, clearance)) is not None:
-        answer, outcomes = best[0], _processes(search, *best)
+        answer, outcomes = best[0], _processes(history, *best)
         measured = measured_by(answer, outcomes)
     else:
         return None
@@ -120,9 +113,9 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         reasons=_reasons(search, answer, measured),
         checks=() if found is None or found.check is None else (found.check,),
         unchecked=unchecked,
-        compiling=_compiling(search, answer, ran_through),
+        compiling=_compiling(history, answer, ran_through),
         evaluation=evaluation_of(search, answer),
-        cost=_cost(search),
+        cost=_cost(history.trials, search.budget),
         storage=search.store.place.storage,
         study=search.store.place.study,
         subject=_subject(search),
@@ -173,28 +166,27 @@ def _reasons(search: Search, answer: Config, measured: Measured) -> Reasons:
     )
 
 
-def _compiling(search: Search, answer: Config, ran_through: Sequence[Measured]) -> Compiling:
+def _compiling(history: History, answer: Config, ran_through: Sequence[Measured]) -> Compiling:
     """What compiling costs, against the fastest config that compiles nothing."""
-    history = search.history
     cold_s, known = history.compile_cold_s(answer), why.figures(history.searched, ran_through)
     plain = [found for config, found in known.items() if not history.space.setting_up(config)]
     won = None
     if plain and answer in known:
         fastest = max(plain, key=lambda found: found.samples_per_s)
-        samples_per_step = answer.plan_in(search.inspection.known_world).samples_per_step
+        samples_per_step = answer.plan_in(history.space.world).samples_per_step
         won = why.break_even(samples_per_step, known[answer], fastest, cold_s)
     steps, seconds = won or (None, None)
     return Compiling(compile_cold_s=cold_s or None, break_even_steps=steps, break_even_s=seconds)
 
 
-def _cost(search: Search) -> Cost:
-    trials, wall_s, spent_s = search.history.trials, search.budget.elapsed_s, search.budget.spent_s
+def _cost(trials: Sequence[Trial], budget: Budget) -> Cost:
+    wall_s, spent_s = budget.elapsed_s, budget.spent_s
     return Cost(
         probes=len(trials),
         outcomes=dict(Counter(str(trial.outcome.kind) for trial in trials)),
         train_s=sum(trial.outcome.spent_training_s for trial in trials),
         wall_s=wall_s,
-        first_probe_s=search.budget.first_probe_s,
+        first_probe_s=budget.first_probe_s,
         split_s={**spent_s, "other": wall_s - sum(spent_s.values())},
     )
 
@@ -244,7 +236,7 @@ def _baseline(
     config, outcome = history.space.baseline, history.baseline
     if outcome is None or config in history.failed_again or not history.objective.feasible(outcome):
         return None, None
-    own = _processes(search, config, outcome)
+    own = _processes(history, config, outcome)
     baseline = measured_by(config, own)
     if answer.config == baseline.config:
         return baseline, None
@@ -257,10 +249,84 @@ def _once(found: Measured, outcomes: list[Outcome]) -> Searched:
     return Searched(math.log(found.samples_per_s), unrest=min(map(unrest, outcomes)))
 
 
-def _processes(search: Search, config: Config, outcome: Outcome) -> list[Outcome]:
+def _processes(history: History, config: Config, outcome: Outcome) -> list[Outcome]:
     """The outcomes that the speed of a config follows from where no play-off confirmed an answer.
 
     That is its outcome in the search if nothing disturbed it, else its undisturbed ones in the play-off, else that of the search.
     """
-    played = (trial.outcome for trial in search.history.trials if trial.in_play_off and trial.config == config)
+    played = (trial.outcome for trial in history.trials if trial.in_play_off and trial.config == config)
     return undisturbed([outcome]) or undisturbed(played) or [outcome]
+
+
+def verdict_of(search: Search, standing: Standing | None, speedup: Ratio | None, *, kept: bool) -> tuple[str, str]:
+    """The verdict's word, and for `undecided` what is open and would decide it.
+
+    Args:
+        standing: None where the answer was not confirmed: then it is not said to be faster or slower.
+        speedup: of the answer over the baseline, or of the best of the others where that is kept; None without one of them.
+        kept: the answer is the baseline.
+    """
+    if kept:
+        question = _open_question(search, standing, speedup)
+        return "undecided" if question else "same", question
+    if standing is None:
+        said = [f"{_not_played(search)}, so its figure is from one process"]
+        return "undecided", "; ".join([*said, *_would_do(search, standing, speedup, 0)])
+    if speedup is None:
+        return "faster", ""  # than a baseline that does not run
+    _, low, high = speedup
+    if low > 1 or high < 1:
+        return "faster" if low > 1 else "slower", ""
+    if low >= 1 / AS_FAST and high <= AS_FAST:
+        return "same", ""
+    said = [f"its interval holds 1 after {plural(standing.num_rounds, 'round')} of the play-off"]
+    return "undecided", "; ".join([*said, *_would_do(search, standing, speedup, 0)])
+
+
+def _open_question(search: Search, standing: Standing | None, speedup: Ratio | None) -> str:
+    """Why the evidence is too thin to say that nothing beats the baseline; empty where it is not."""
+    history = search.history
+    left = [switch for switch, _ in search.untried().left(history)]
+    tried = {config for config, outcome in history.known.items() if outcome.ok} - {history.space.baseline}
+    may_be_faster = speedup is not None and speedup[2] > AS_FAST
+    not_played = standing is None and any(config in history.feasible for config in tried)
+    if not (may_be_faster or left or not_played):
+        return ""
+    said = [f"{plural(len(tried), 'config') if tried else 'nothing'} ran beside the baseline"]
+    said += [_not_played(search)] if not_played else []
+    if left:
+        names = ", ".join(f"{name}={choice}" for name, choice in left[:NAMED])
+        said.append(f"never run: {names}" + (f" and {len(left) - NAMED} more" if len(left) > NAMED else ""))
+    return "; ".join([*said, *_would_do(search, standing, speedup if may_be_faster else None, len(left))])
+
+
+def _not_played(search: Search) -> str:
+    if search.store.facts.whole_rounds:
+        return "the answer took part in no round of the play-off that was completed"
+    return "no round of the play-off was completed"
+
+
+def _would_do(search: Search, standing: Standing | None, speedup: Ratio | None, num_left: int) -> list[str]:
+    """Which budget would decide it: for the choices that were not tried, and for rounds until the interval is narrow enough."""
+    budget, probe_s = search.budget, search.budget.expected_probe_s(search.history)
+    if search.interrupted():
+        return []
+    if budget.num_trials is not None and num_left and budget.elapsed_s < budget.budget_s / 2:
+        return [f"more than --trials {budget.num_trials} would do"]
+    rounds_s = 0.0
+    if standing is None:
+        rounds_s = 2 * MIN_ROUNDS * probe_s
+    elif speedup is not None:
+        pair_s = sum(entrant.wall_s for entrant in (standing.baseline, standing.candidate) if entrant is not None)
+        ratio, low, high = speedup
+        width = max(DECIDING_WIDTH, 2 * math.log(ratio))
+        more = standing.num_rounds * ((math.log(high / low) / width) ** 2 - 1)
+        if standing.num_rounds < MIN_ROUNDS:  # too few to know how much processes differ
+            more = min(more, MIN_ROUNDS)
+        rounds_s = max(0.0, more) * pair_s
+    if rounds_s > MOST_BUDGETS * budget.budget_s:
+        return ["processes differ too much here for any budget: try on a quieter machine"]
+    asked_s = search.options.budget_s  # of which evaluation and other rankings have their shares
+    needed_s = (budget.elapsed_s + num_left * probe_s + rounds_s) * asked_s / budget.budget_s
+    would_do_s = ROUNDED_S * math.ceil(max(needed_s, asked_s + 1) / ROUNDED_S)
+    return [f"--budget {format_exact_seconds(would_do_s)} would do"]

@@ -1,15 +1,22 @@
-"""`search()`: from a task and options to a recommendation. The main path of the package, told in order."""
+"""`search()`: from a task and options to a recommendation. The main path of the package, told in order.
+
+Where a task may train several things, each gets a ranking: by a search of its own beside the user's, with one runner, in one file.
+What is learned differs between them, so nothing here chooses one of them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from autotune.errors import AutotuneError
 from autotune.proposers.base import Proposer
+from autotune.records.config import Choice
 from autotune.records.options import SearchOptions
-from autotune.records.result import Result
+from autotune.records.result import Ranking, Result
 from autotune.runners.runner import Runner
 from autotune.task.source import TaskSource
+from autotune.tuning import why
 from autotune.tuning.clearance import Clearance
 from autotune.tuning.confirm import confirm, overtaken
 from autotune.tuning.entrant import Standing
@@ -22,12 +29,13 @@ from autotune.tuning.explore import (
     tell_of_large_batches,
     undo_changes,
 )
-from autotune.tuning.opening import open_search
-from autotune.tuning.rankings import add_rankings
-from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend, why_nothing
+from autotune.tuning.opening import open_search, open_search_beside
+from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend
 from autotune.tuning.state import Search
+from autotune.units import format_seconds
 
 SHARE = 0.4  # of the time left, for a play-off after which what was not tried yet may be
+MIN_SHARE_S = 1.0  # of the time, below which a ranking is not begun
 
 
 def search(
@@ -51,7 +59,7 @@ def search(
         Interrupted: by Ctrl-C; carries the best so far.
     """
     with open_search(source, options, runner, listener or Listener(), began_s) as search:
-        return add_rankings(search, answer)
+        return add_rankings(search)
 
 
 def answer(search: Search) -> Result:
@@ -67,7 +75,7 @@ def answer(search: Search) -> Result:
         standing = find(search, clearance)
         result = recommend(search, clearance, standing)
         if result is None and not search.interrupted():
-            raise NothingFeasible(why_nothing(search))
+            raise NothingFeasible(why.nothing(search.history, search.cost_model, search.inspection, search.refused))
     except AutotuneError as error:
         search.store.keep(no_answer=str(error))
         raise
@@ -89,10 +97,8 @@ def find(search: Search, clearance: Clearance) -> Standing | None:
     play-off did not need, and, over what was not tried, where nothing beats the baseline.
 
     Returns:
-        How the last play-off ended; None if no round of it was completed, because of an interrupt or for lack of time.
-
-    Raises:
-        NothingFeasible: no config ran within the limits.
+        How the last play-off ended; None if no config ran within the limits, or no round of it was completed, because of an
+        interrupt or for lack of time.
     """
     clearance.bar_known()
     _baseline(search)
@@ -108,7 +114,7 @@ def find(search: Search, clearance: Clearance) -> Standing | None:
         if search.interrupted() or (is_settled and len(search.history.searched) == num_searched):
             break
         if search.history.best is None:
-            raise NothingFeasible(why_nothing(search))
+            return None
         last = _play_off(search, clearance, last)
         if last.all_failed:
             proposer = search.proposer()  # it learns from that
@@ -189,3 +195,102 @@ def _require_played(search: Search, clearance: Clearance, standing: Standing | N
             "there was no time for a round of the play-off, so the answer is not confirmed; give a larger --budget"
         )
     return standing
+
+
+def add_rankings(search: Search) -> Result:
+    """The answer to what the user trains, and beside it a ranking for each of `search.others`, in the time that is left.
+
+    Raises:
+        NothingFeasible: what the user trains does not fit; the message says what else does.
+        Interrupted: as `answer` raises it; its result has the rankings so far, those of earlier searches of the study included.
+    """
+    if not search.others:
+        return answer(search)
+    own = {name: search.history.space.baseline[name] for choice in search.others for name in choice}
+    before = search.store.facts.result
+    result: Result | None = None
+    failure = ""
+    try:
+        result = answer(search)
+    except NothingFeasible as error:  # something else may fit
+        failure = str(error)
+    except Interrupted as ended:
+        if ended.result is None:
+            raise
+        result = ended.result
+    rankings = [_ranking(search, own, result, failure)]
+    try:
+        for number, choice in enumerate(search.others):
+            if search.interrupted():
+                break
+            left_s = search.options.budget_s - search.budget.elapsed_s
+            rankings.append(_rank_beside(search, {**own, **choice}, left_s / (len(search.others) - number)))
+    except KeyboardInterrupt:  # the second one; what is measured so far is kept
+        pass
+    if result is None:
+        found = [f"{_in_words(r.choice)} reaches {r.samples_per_s:.3g} samples/s" for r in rankings if r.samples_per_s]
+        said = "; ".join([failure, *found])
+        search.store.keep(no_answer=said)
+        raise NothingFeasible(said)
+    if search.interrupted() and before is not None:
+        reached = {ranking.study for ranking in rankings}
+        rankings += [ranking for ranking in before.rankings if ranking.study not in reached]
+    if (kept := search.store.facts.result) is not None:
+        shown = rankings if kept == result else [*kept.rankings[:1], *rankings[1:]]  # an earlier answer that stays
+        search.store.keep(result=replace(kept, rankings=tuple(shown)))
+    result = replace(result, rankings=tuple(rankings))
+    if search.interrupted():
+        raise Interrupted(result)
+    return result
+
+
+def _in_words(choice: Mapping[str, Choice]) -> str:
+    """What is trained, as options of a search."""
+    return " ".join(f"{name}={value}" for name, value in choice.items())
+
+
+def _rank_beside(search: Search, choice: Mapping[str, Choice], share_s: float) -> Ranking:
+    """The ranking of another choice. Whatever goes wrong with it is its own."""
+    changed = {name: value for name, value in choice.items() if value != search.history.space.baseline[name]}
+    study = search.store.place.training(changed, search.history.space.techniques).study
+    none = Ranking(choice=dict(choice), study=study)
+    if share_s < MIN_SHARE_S:
+        alone = " ".join(f"--fix {name}={value}" for name, value in changed.items())
+        return replace(none, failure=f"the budget was spent; give a larger --budget, or search it alone with {alone}")
+    search.listener.tell(
+        f"{_in_words(changed)}: a ranking of its own within {format_seconds(share_s)}, in the study {study}"
+    )
+    try:
+        with open_search_beside(search, changed, share_s) as other:
+            none = _ranking(other, choice, None, "")
+            try:
+                return _ranking(other, choice, answer(other), "")
+            except Interrupted as ended:
+                return _ranking(other, choice, ended.result, "" if ended.result else "interrupted")
+    except AutotuneError as error:
+        return replace(none, failure=str(error))
+
+
+def _ranking(search: Search, choice: Mapping[str, Choice], result: Result | None, failure: str) -> Ranking:
+    facts = search.inspection.facts
+    none = Ranking(
+        choice=dict(choice),
+        study=search.store.place.study,
+        num_parameters=facts.num_parameters,
+        num_trainable=facts.num_trainable,
+        failure=failure,
+    )
+    if result is None:
+        return none
+    return replace(
+        none,
+        config=result.config,
+        samples_per_s=result.samples_per_s,
+        samples_per_s_ci=result.samples_per_s_ci,
+        peak_bytes=result.peak_bytes,
+        speedup=result.speedup,
+        speedup_ci=result.speedup_ci,
+        verdict=result.verdict,
+        confirmed=result.play_off.confirmed,
+        evaluation=result.evaluation,
+    )

@@ -1,29 +1,70 @@
-"""The state that the steps of a search share."""
+"""The state that the steps of a search share, and how it probes a config.
+
+A trial begins, the config is probed, and the outcome goes to the study, the history and the listener.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from autotune.proposers import sampler_named
 from autotune.proposers.base import Proposer
+from autotune.proposers.cost_model import CostModel
 from autotune.proposers.one_at_a_time import UndoChanges, Untried
-from autotune.records.config import Choice
+from autotune.records.config import Choice, ProbeSettings
 from autotune.records.device import NOT_MEASURED, Calibration
+from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
-from autotune.space import Changes
-from autotune.tuning.events import Note
+from autotune.records.outcome import Bound, Kind, Outcome, calmer
+from autotune.records.study import BASELINE, PLAY_OFF, Proposal, Trial
+from autotune.runners.jobs import ProbeJob
+from autotune.runners.runner import ProbeFault, Runner
+from autotune.study.history import History
+from autotune.study.store import Store
+from autotune.tuning.budget import COMPILING_PATIENCE, Budget, Patience, patience_for
+from autotune.tuning.events import Listener, ProbeAdvanced, ProbeEnded, ProbeStarted
 from autotune.tuning.playoff import PlayOff
-from autotune.tuning.probing import Probing
-from autotune.tuning.tracing import Tracing
+from autotune.tuning.trace_ahead import Tracing
+
+GOES_ON = "the study keeps what was measured, and the same command goes on with it"
+MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
+LOOK_EVERY_S = 0.25  # at the probes that run
 
 
 @dataclass(kw_only=True)
-class Search(Probing):
-    """One search over one task, with what it probes by.
+class Flight:
+    """A probe that runs.
 
     Attributes:
+        number: the number of its trial.
+        patience: how long it may take.
+        slot: that it has to run in; empty for any.
+        began_s: when it was submitted, on the runner's clock.
+        disturbed: the outcome of its first run, if that was disturbed and this is the second.
+        hopeless: why it was ended, and what is known of its config; None where it was not.
+    """
+
+    number: int
+    proposal: Proposal
+    settings: ProbeSettings
+    patience: Patience
+    slot: str = ""
+    began_s: float = 0.0
+    disturbed: Outcome | None = None
+    hopeless: tuple[str, Bound | None] | None = None
+
+
+@dataclass(kw_only=True)
+class Search:
+    """One search over one task: its parts, and probes, as many at a time as the runner has slots.
+
+    Attributes:
+        settings: for every probe; the budget adds time-outs and the slowest speed worth timing.
+        interrupted: whether the user wants the search to end.
         calibration: of the device.
         asked: the options that must be given again to run the answer.
         warnings: the warnings of the answer.
@@ -32,6 +73,15 @@ class Search(Probing):
         others: what else of the task is to be trained, each to be ranked by a search of its own.
     """
 
+    runner: Runner
+    store: Store
+    history: History
+    inspection: Inspection
+    cost_model: CostModel
+    budget: Budget
+    settings: ProbeSettings
+    listener: Listener
+    interrupted: Callable[[], bool]
     options: SearchOptions
     tracing: Tracing
     calibration: Calibration = NOT_MEASURED
@@ -40,6 +90,9 @@ class Search(Probing):
     play_off: PlayOff | None = None
     refused: list[str] = field(default_factory=list)
     others: Sequence[Mapping[str, Choice]] = ()
+    num_faults: int = 0
+    _in_flight: dict[int, Flight] = field(default_factory=dict)  # by the runner's ticket
+    _usual: set[str] = field(default_factory=set)  # disturbances that a second run met again: this machine is like that
 
     def proposer(self) -> Proposer:
         """A new proposer for the sampler that the user chose."""
@@ -57,22 +110,177 @@ class Search(Probing):
         """Warn the user now and in the answer. A repeated warning is given once."""
         if text not in self.warnings:
             self.warnings.append(text)
-            self.listener.on(Note(text=text, warning=True))
+            self.listener.warn(text)
 
-    def tell(self, text: str) -> None:
-        """Tell the user now."""
-        self.listener.on(Note(text=text))
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether another probe may be started now."""
+        return len(self._in_flight) < self._num_slots
 
-    def leave_out(self, name: str, choice: Choice, reason: str) -> None:
-        """Take a choice of a technique, which does not train as plain fp32 does, out of the space."""
-        self.history.space = self.history.space.without(name, {choice})
-        self._refuse(f"{name}={choice} is left out: {reason}")
+    @cached_property
+    def _num_slots(self) -> int:
+        return len(self.runner.slots())
 
-    def bar(self, changes: Changes, reason: str) -> None:
-        """Let no config with all of these changes be probed or be the answer."""
-        self.history.space = self.history.space.barring(changes)
-        self._refuse(reason)
+    @property
+    def is_running(self) -> bool:
+        """Whether any probe runs."""
+        return bool(self._in_flight)
 
-    def _refuse(self, text: str) -> None:
-        self.refused.append(text)
-        self.warn(text)
+    def probe(self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "") -> Trial | None:
+        """Run one proposal to its end, as `start` begins it. None if the machinery failed, or time was up before there was a finding."""
+        found = None
+        with self.nothing_left_running():
+            self.start(proposal, settings, slot)
+            while self.is_running:
+                found = self.finish_next()
+        return found
+
+    @contextlib.contextmanager
+    def nothing_left_running(self) -> Iterator[None]:
+        """Cancel the probes in flight, and close their trials, if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            for ticket, flight in self._in_flight.items():
+                self.runner.cancel(ticket)
+                self._give_up(flight, _cause(error))
+            self._in_flight.clear()
+            raise
+
+    def start(self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "") -> None:
+        """Begin a trial for a proposal and submit it.
+
+        Args:
+            settings: the play-off's; by default the search's, paced by the budget.
+            slot: of the runner, to run it in; empty for any that is free.
+        """
+        in_play_off = proposal.stage == PLAY_OFF
+        patience = patience_for(proposal, self.history, self.budget, self.inspection, self.runner.slowest_start)
+        if settings is None:
+            front = () if proposal.stage == BASELINE else patience.front
+            settings = self.budget.paced(self.settings, self.history).replace(front=front)
+        setup_s = COMPILING_PATIENCE * self.history.setup_s(proposal.config)
+        settings = settings.replace(timeout_s=settings.timeout_s + setup_s)
+        prediction = None if in_play_off else self.cost_model.predict(self.history, proposal.config)
+        number = self.store.begin(proposal, prediction, self.history.space)
+        if self.budget.first_probe_s is None:
+            self.budget.first_probe_s = self.budget.elapsed_s
+        self.listener.on(
+            ProbeStarted(
+                number=number,
+                stage=proposal.stage,
+                config=proposal.config,
+                reason=proposal.reason or (prediction.reason if prediction else ""),
+                prediction=prediction,
+                elapsed_s=self.budget.elapsed_s,
+            )
+        )
+        self._submit(Flight(number=number, proposal=proposal, settings=settings, patience=patience, slot=slot))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until a running probe is cut short."""
+        return self.budget.left_s(has_answer=self.history.best is not None)
+
+    def _submit(self, flight: Flight) -> None:
+        left_s = max(1.0, self.left_s)
+        settings = flight.settings.replace(timeout_s=min(flight.settings.timeout_s, left_s))
+        self.history.running.add(flight.proposal.config)
+        flight.began_s = self.runner.now_s()
+        try:
+            ticket = self.runner.submit(ProbeJob(config=flight.proposal.config, settings=settings), flight.slot)
+        except ProbeFault as fault:
+            self._fault([flight], fault)
+        except BaseException as error:
+            self._give_up(flight, _cause(error))
+            raise
+        else:
+            self._in_flight[ticket] = flight
+
+    def finish_next(self) -> Trial | None:
+        """Wait for the next probe to end.
+
+        Returns:
+            Its trial; None if the machinery failed, if the probe was disturbed and runs again, or if the end of the search
+            cut it short.
+        """
+        try:
+            while (finished := self.runner.collect(LOOK_EVERY_S)) is None:
+                self._look_after_running()
+        except ProbeFault as fault:
+            lost = self._in_flight if fault.tickets is None else self._in_flight.keys() & set(fault.tickets)
+            self._fault([self._in_flight.pop(ticket) for ticket in tuple(lost)], fault)
+            return None
+        flight, outcome = self._in_flight.pop(finished.ticket), finished.result
+        if outcome.device_fault:  # the device cannot be used any more: that tells nothing of the config
+            self._fault([flight], ProbeFault(f"{outcome.cause}; {GOES_ON}"))
+            return None
+        if flight.hopeless is not None and outcome.kind is Kind.TIMEOUT:
+            outcome = replace(outcome, cause=flight.hopeless[0], bound=flight.hopeless[1])
+        self.budget.add_run(outcome, self._num_slots)
+        if flight.disturbed is not None:
+            self._usual |= {*flight.disturbed.disturbances} & {*outcome.disturbances}
+            outcome = calmer(flight.disturbed, outcome)
+        elif self._is_worth_another(flight, outcome):
+            flight.disturbed, flight.hopeless = outcome, None
+            self._submit(flight)
+            return None
+        return self._end(flight, outcome)
+
+    def _look_after_running(self) -> None:
+        """Tell how far the probes have come, and end those that nothing can come of any more."""
+        self.store.beat()
+        for ticket, flight in self._in_flight.items():
+            if (progress := self.runner.progress(ticket)) is None:
+                continue
+            self.listener.on(ProbeAdvanced(number=flight.number, progress=progress))
+            elapsed_s = self.runner.now_s() - flight.began_s
+            if flight.hopeless is None and elapsed_s > flight.patience.allowed_s(progress):
+                patience = flight.patience
+                flight.hopeless = patience.why(progress, elapsed_s), patience.bound(progress, elapsed_s)
+                self.runner.cancel(ticket)
+
+    def _is_worth_another(self, flight: Flight, outcome: Outcome) -> bool:
+        """Whether to run it again. In the play-off a disturbed round is played again as a whole."""
+        disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and {*outcome.disturbances} - self._usual)
+        return (
+            bool(disturbed) and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
+        )
+
+    def _end(self, flight: Flight, outcome: Outcome) -> Trial | None:
+        proposal = flight.proposal
+        in_play_off = proposal.stage == PLAY_OFF
+        self.history.running.discard(proposal.config)
+        if outcome.kind is Kind.CRASHED and self.interrupted():  # a batch system signals every process of a job
+            self.store.fail(flight.number, f"interrupted: {outcome.cause}")
+            return None
+        if outcome.kind is Kind.TIMEOUT and self.left_s <= 0 and (in_play_off or self.history.best is not None):
+            # killed for want of time, not of patience: that tells nothing of the config
+            self.store.fail(flight.number, "cut short by the end of the search")
+            return None
+        if (found := outcome.measurement) is not None:  # what others compiled was in the cache
+            cold_s = max(found.compile_cold_s, self.history.compile_cold_s(proposal.config))
+            outcome = replace(outcome, measurement=replace(found, compile_cold_s=cold_s))
+        objective = self.history.objective.in_play_off() if in_play_off else self.history.objective
+        trial = self.store.finish(flight.number, outcome, objective, disturbed=flight.disturbed is not None)
+        self.history.append(trial)
+        best, baseline = self.history.best, self.history.baseline
+        self.listener.on(ProbeEnded(trial=trial, best=best, baseline=baseline, elapsed_s=self.budget.elapsed_s))
+        return trial
+
+    def _fault(self, lost: list[Flight], fault: ProbeFault) -> None:
+        """Note that the machinery failed; the search gives up after a few of these."""
+        for flight in lost:
+            self._give_up(flight, str(fault))
+        self.num_faults += 1
+        self.listener.warn(str(fault))
+        if self.num_faults >= MAX_FAULTS:
+            raise fault
+
+    def _give_up(self, flight: Flight, why: str) -> None:
+        self.history.running.discard(flight.proposal.config)
+        self.store.fail(flight.number, why)
+
+
+def _cause(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"

@@ -49,8 +49,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         NothingFeasible: not even the model fits within the memory limit.
         TableError: the file is not a table, or records something else.
     """
-    if options.global_batch is not None:
-        source = source.with_global_batch(options.global_batch)
+    source = source.with_global_batch(options.global_batch)
     logs, compiled = options.out.with_suffix(".logs"), options.out.with_suffix(".compiled")
     runner = LocalRunner(
         source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S, compiled=compiled

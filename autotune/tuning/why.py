@@ -1,22 +1,29 @@
-"""The reasons for an answer: the figures, the limit of the speed, and why nothing fitted. Pure functions."""
+"""The reasons for an answer: the figures, what each change did by itself, the limit of the speed, and why there is none.
+
+What a change did is known as far as pairs of configs that differ in it alone tell. Where nothing fits into the memory: when to
+stop trying, how much would be needed, and what would fit.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from statistics import fmean
 
 from autotune.errors import AutotuneError, DeviceError, OwnFault, TaskError
-from autotune.records.config import BATCH_KEYS, Config
+from autotune.proposers.cost_model import LIKELY, CostModel
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice, Config
+from autotune.records.inspection import Inspection
 from autotune.records.measured import Measured
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Measurement, Outcome
-from autotune.records.result import DeviceUse
+from autotune.records.result import DeviceUse, Effect
 from autotune.records.study import Trial
-from autotune.study.figures import at_one_time, measured, undisturbed
-from autotune.study.history import feasible_each_time
-from autotune.tuning.effects import differ
+from autotune.study.figures import at_one_time, measured, undisturbed, unrest
+from autotune.study.history import History, feasible_each_time
 from autotune.tuning.entrant import failure
+from autotune.tuning.evidence import SEARCH, Evidence
 from autotune.units import format_bytes, plural
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
@@ -25,7 +32,13 @@ GROWING = 1.03  # throughput gain per doubling of the batch that shows unused pa
 OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another headroom
 OTHERS = "end them, or leave them their memory with --memory-limit, and run again"
 TRAINED_TODAY = "If you train so today, say it in BASELINE: what you run is the measure, and is not compared"
+UNLIKELY_TO_FIT = 0.03  # predicted chance to fit
+MOST_UNLIKELY = 3  # probes that are run all the same: a prediction may be wrong
+TELLING = 2.0  # from the lower to the upper bound of a prediction that is told
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
+TAIL = 0.025  # on either side of an interval
+
+Pair = tuple[Config, Config]  # with a change and without it
 
 
 def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
@@ -146,7 +159,7 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
             "with more memory"
         )
     if kinds == {Kind.OOM}:  # beside choices that do not go together, which say nothing of what fits
-        return f"{predicted or describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
+        return f"{predicted or _describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
     listed = "; ".join(
         sorted(
             {
@@ -202,18 +215,12 @@ def none_again(failed: Mapping[Config, Outcome], baseline: Config, objective: Ob
     return f"none of the best configs succeeded again in the play-off ({causes}); {', or '.join(remedies)}"
 
 
-def none_passed(num_ran: int, refused: Sequence[str]) -> str:
-    """Why configs ran within the memory and none of them may be recommended, and what to try."""
-    said = "; ".join(refused)
-    return f"{plural(num_ran, 'config')} ran within the memory, but none may be recommended: {said}. {TRAINED_TODAY}"
-
-
 def _named(config: Config, baseline: Config) -> str:
     changes = config.differences(baseline)
     return ", ".join(f"{name}={c}" for name, c in changes.items() if name != "accumulation_steps") or "the baseline"
 
 
-def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
+def _describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
     """By how much the smallest config that failed exceeded the limit, as far as that is known."""
     needs = [outcome.peak_bytes + outcome.attempted_bytes for outcome in failed if outcome.attempted_bytes]
     smallest = min(needs, default=0)
@@ -223,3 +230,181 @@ def describe_shortage(failed: Sequence[Outcome], limit_bytes: int) -> str:
         f"the smallest config that was tried needs at least {format_bytes(smallest)}, "
         f"{format_bytes(smallest - limit_bytes)} more than the limit of {format_bytes(limit_bytes)}"
     )
+
+
+def effects(answer: Config, baseline: Config, probed: Sequence[Trial]) -> tuple[Effect, ...]:
+    """The effect of each choice that differs from the baseline's. Pairs that nothing disturbed are used where there are any.
+
+    Args:
+        probed: every probe of the study, play-offs included.
+    """
+    known = feasible_each_time(probed)
+    calm = {config for config, trials in known.items() if not all(trial.outcome.disturbances for trial in trials)}
+    disturbances: dict[Hashable, dict[int, float]] = {
+        config: {_round(t): unrest(t.outcome) for t in trials} for config, trials in known.items()
+    }
+    evidence = Evidence({config: _logs(trials) for config, trials in known.items()}, {}, disturbances)
+    found = []
+    for name, choice in answer.differences(baseline).items():
+        if name == ACCUMULATION:
+            continue
+        pairs = [
+            (config, other)
+            for config in known
+            for other in known
+            if config[name] == choice and other[name] == baseline[name] and differ(config, other) == [name]
+        ]
+        undisturbed = [(config, other) for config, other in pairs if config in calm and other in calm]
+        used = undisturbed or pairs
+        ratio, interval = _speed_ratio(evidence, used)
+        peaks = [_log_peak(known[config]) - _log_peak(known[other]) for config, other in used]
+        found.append(
+            Effect(
+                technique=name,
+                choice=choice,
+                baseline_choice=baseline[name],
+                speed_ratio=ratio,
+                speed_ratio_ci=interval,
+                memory_ratio=math.exp(fmean(peaks)) if peaks else None,
+                num_pairs=len(used),
+                disturbed=bool(pairs) and not undisturbed,
+            )
+        )
+    return tuple(found)
+
+
+def differ(config: Config, other: Config) -> list[str]:
+    """What two configs differ in, but for the accumulation that follows from the batch."""
+    return [name for name in config.differences(other) if name != ACCUMULATION]
+
+
+def _logs(trials: Sequence[Trial]) -> Mapping[int, float]:
+    """A config's throughput by round, in logarithms. That of the search stays: it ties configs that did not play to the others."""
+    calm = any(trial.in_play_off and not trial.outcome.disturbances for trial in trials)
+    used = [trial for trial in trials if not (calm and trial.in_play_off and trial.outcome.disturbances)]
+    found = [(_round(trial), trial.outcome.measurement) for trial in used]
+    return {number: math.log(measured.samples_per_s) for number, measured in found if measured is not None}
+
+
+def _round(trial: Trial) -> int:
+    """The round of the play-off that a trial belongs to; the search counts as one."""
+    return SEARCH if trial.round is None else trial.round
+
+
+def _speed_ratio(evidence: Evidence, pairs: Sequence[Pair]) -> tuple[float, tuple[float, float]] | tuple[None, None]:
+    """The ratio of throughputs, with its 95 % interval by the noise between equal processes: as if pairs shared no config."""
+    if not pairs:
+        return None, None
+    found = [evidence.difference(config, other) for config, other in pairs]
+    mean = fmean(one.mean for one in found)
+    half = math.hypot(*((one.quantile(1 - TAIL) - one.quantile(TAIL)) / 2 for one in found)) / len(found)
+    return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
+
+
+def _log_peak(trials: Sequence[Trial]) -> float:
+    return math.log(max(trial.outcome.measurement.peak_bytes for trial in trials if trial.outcome.measurement))
+
+
+def may_fit(history: History, cost_model: CostModel, config: Config) -> bool:
+    """Whether there is any hope that a config fits."""
+    prediction = cost_model.predict(history, config)
+    return prediction is None or prediction.chance_to_fit >= UNLIKELY_TO_FIT
+
+
+def is_hopeless(history: History, cost_model: CostModel) -> bool:
+    """Whether nothing fits, some probes failed as they were predicted to, and what is likeliest to fit would be another."""
+    if history.best is not None:
+        return False
+    foreseen = [
+        trial
+        for trial in history.searched
+        if trial.prediction is not None
+        and trial.prediction.chance_to_fit < UNLIKELY_TO_FIT
+        and history.objective.does_not_fit(trial.outcome)
+    ]
+    if len(foreseen) < MOST_UNLIKELY:
+        return False
+    safest = cost_model.propose(history)
+    return safest is not None and not may_fit(history, cost_model, safest.config)
+
+
+def nothing(history: History, cost_model: CostModel, inspection: Inspection, refused: Sequence[str]) -> str:
+    """Why no config can be recommended, and what to try.
+
+    Args:
+        refused: what did not pass its comparison with plain fp32, each with the reason.
+    """
+    space, objective = history.space, history.objective
+    if history.failed_again:
+        return none_again(history.failed_again, space.baseline, objective)
+    num_ran = sum(map(objective.feasible, history.known.values()))
+    if refused and num_ran:
+        ran = f"{plural(num_ran, 'config')} ran within the memory, but none may be recommended"
+        return f"{ran}: {'; '.join(refused)}. {TRAINED_TODAY}"
+    tried = [trial for trial in history.searched if space.answers(trial.config)]
+    left = cost_model.propose(history)
+    need = _least_need(history, cost_model, [left.config] if left is not None else [])
+    reasons = [no_fit(tried, objective.memory_limit_bytes, need)]
+    if history.searched and left is not None and may_fit(history, cost_model, left.config):
+        reasons.append(_what_was_left(history, left.config))
+    if space.fixed:
+        reasons[0] = f"nothing feasible with {', '.join(f'{n}={c}' for n, c in space.fixed.items())}: {reasons[0]}"
+        reasons += _what_would_fit(history, cost_model, inspection)
+    return "; ".join(filter(None, reasons))
+
+
+def _least_need(history: History, cost_model: CostModel, left: Sequence[Config]) -> str:
+    """How much the config that needs least is predicted to need, in words; empty where that is not known to be too much.
+
+    Args:
+        left: the likeliest to fit of those that were not tried.
+    """
+    objective = history.objective
+    failed = [config for config, outcome in history.known.items() if objective.does_not_fit(outcome)]
+    found = [cost_model.predict(history, config) for config in (*failed, *left) if history.space.answers(config)]
+    known = [p for p in found if p and p.peak_high_bytes and p.peak_high_bytes < TELLING * (p.peak_low_bytes or 0)]
+    least_bytes = min((p.peak_bytes for p in known if p.peak_bytes), default=0)
+    if least_bytes <= objective.usable_bytes:
+        return ""
+    return (
+        f"the smallest config is predicted to need about {format_bytes(least_bytes)}, and the limit of "
+        f"{format_bytes(objective.memory_limit_bytes)} leaves {format_bytes(objective.usable_bytes)}"
+    )
+
+
+def _what_was_left(history: History, left: Config) -> str:
+    """That a config which may fit was not tried yet, in words."""
+    named = history.space.techniques.describe(left, history.space.baseline)
+    failed = [trial.outcome for trial in history.searched if not trial.outcome.ok]
+    if all(o.kind is Kind.UNSUPPORTED or history.objective.does_not_fit(o) for o in failed):
+        left_over = f"the next to try ({named}) may fit"
+    else:  # some failed for other reasons, which say nothing of what fits
+        left_over = f"not all was tried (next: {named})"
+    return f"{left_over}: the same command with a larger --budget, or more --trials, goes on with it"
+
+
+def _what_would_fit(history: History, cost_model: CostModel, inspection: Inspection) -> Iterator[str]:
+    """What to fix instead, and whether the baseline fits: where the user's `--fix` leaves nothing."""
+    for name in history.space.fixed:
+        if (choice := next(_fitting(history, cost_model, inspection, name), None)) is not None:
+            yield f"{name}={choice} is predicted to fit"
+    if history.baseline is not None and history.objective.feasible(history.baseline):
+        baseline = history.space.baseline
+        yield f"the baseline (batch {baseline.batch_size} x{baseline.accumulation_steps}) fits, but is not what was fixed"
+
+
+def _fitting(history: History, cost_model: CostModel, inspection: Inspection, name: str) -> Iterator[Choice]:
+    """Choices of a fixed key with which some config is likely to fit; the largest batch size first."""
+    space = history.space
+    if name == BATCH_SIZE:
+        choices: list[Choice] = [size for size in reversed(inspection.batch.sizes) if size < int(space.fixed[name])]
+    elif name in space.techniques:
+        choices = [choice for choice in inspection.support_of(name).choices if choice != space.fixed[name]]
+    else:
+        choices = []
+    kept = [config for config in space.tracing() if space.answers(config)]
+    for choice in choices:
+        configs = (space.complete({**config.as_dict(), name: choice}) for config in kept)
+        predictions = (cost_model.predict(history, config) for config in configs)
+        if any(p is not None and p.peak_bytes and p.chance_to_fit > LIKELY for p in predictions):
+            yield choice

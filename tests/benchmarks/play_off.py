@@ -29,7 +29,8 @@ from autotune.runners.jobs import InspectJob, Job, ProbeJob
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.runner import Runner
 from autotune.techniques import find_techniques
-from autotune.tuning import finalists
+from autotune.tuning import confirm
+from autotune.tuning.budget import MAX_SHARE, MOST_FINALISTS
 from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
 from autotune.tuning.playoff import PlayOff
@@ -251,12 +252,12 @@ def play_off_alone(noise: float, gain: float, budget_s: float, seed: int) -> Fou
 
     found = {config: true * math.exp(generator.gauss(0, noise)) for config, true in truth.items()}
     ranked = sorted((config for config in found if config != BASELINE), key=lambda config: -found[config])
-    playing = [config for config in ranked if found[config] >= finalists.NEAR_BEST * found[ranked[0]]][: finalists.MOST]
+    playing = [config for config in ranked if found[config] >= confirm.NEAR_BEST * found[ranked[0]]][:MOST_FINALISTS]
     play_off = PlayOff(Entrant(BASELINE, Searched(math.log(found[BASELINE]))), run, OBJECTIVE, seed=seed)
     for config in playing:
         others = [other for other in ranked if other != config]
-        play_off.enter(Entrant(config, finalists.chosen(config, others, len(playing), found)))
-    standing = play_off.play(lambda round_s, number: clock_s + round_s < finalists.MAX_SHARE * budget_s)
+        play_off.enter(Entrant(config, confirm.chosen(config, others, len(playing), found)))
+    standing = play_off.play(lambda round_s, number: clock_s + round_s < MAX_SHARE * budget_s)
     assert standing is not None and standing.answer is not None
     candidate, interval = standing.candidate, standing.speedup
     return Found(

@@ -11,7 +11,7 @@ from autotune.records.result import Result
 from autotune.runners.jobs import NotCompared
 from autotune.techniques import find_techniques
 from autotune.tuning.clearance import Clearance
-from autotune.tuning.finalists import with_the_simplest
+from autotune.tuning.confirm import with_the_simplest
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import answer
 from tests.tuning.test_search import FOUND, OOM, Listed, Staged, passed_check, recommender

@@ -13,11 +13,10 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import InspectJob, NotCompared
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
-from autotune.tuning import opening
+from autotune.tuning import opening, why
 from autotune.tuning.clearance import Clearance
 from autotune.tuning.events import Listener
 from autotune.tuning.explore import explore, measure_baseline
-from autotune.tuning.recommend import why_nothing
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 
@@ -154,4 +153,6 @@ def test_where_the_model_alone_exceeds_the_limit_the_predicted_need_is_told(tmp_
         assert "an allocation of" in search.inspection.shortage
         measure_baseline(search)
         explore(search, search.proposer())
-        assert "the smallest config is predicted to need about" in why_nothing(search)
+        assert "the smallest config is predicted to need about" in why.nothing(
+            search.history, search.cost_model, search.inspection, search.refused
+        )

@@ -25,8 +25,8 @@ from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
-from autotune.tuning.opening import _train_samples
-from autotune.tuning.resuming import Kept, fingerprint
+from autotune.tuning.inspecting import count_train_samples
+from autotune.tuning.opening import Kept, fingerprint
 from autotune.units import MIB
 from tests.closed_form import inspection
 from tests.integrations.answers import known
@@ -251,4 +251,4 @@ def test_the_steps_of_a_command_of_several_processes_take_the_samples_of_all() -
     found = inspection(world=World(size=2))
     alone = inspection()
     options = SearchOptions(train_steps=10)
-    assert _train_samples(options, found) == 2 * _train_samples(options, alone)
+    assert count_train_samples(options, found) == 2 * count_train_samples(options, alone)

@@ -9,6 +9,7 @@ import pytest
 from autotune.records.measured import Dropped
 from autotune.records.objective import Memory, Objective, Throughput
 from autotune.records.outcome import Kind, Outcome
+from autotune.records.study import PLAY_OFF, Trial
 from autotune.study.figures import ratio_interval
 from autotune.techniques import find_techniques
 from autotune.tuning.entrant import Entrant
@@ -440,9 +441,25 @@ def ok(candidate, speed, wall_s=1.0, **changes):
     return Outcome(kind=Kind.OK, measurement=found, wall_s=wall_s)
 
 
+def trials_of(played):
+    """The trials of rounds that were played before."""
+    runs = [(candidate, n, outcome) for candidate, by_round in played.items() for n, outcome in by_round.items()]
+    return [
+        Trial(number=number, stage=PLAY_OFF, config=candidate, outcome=outcome, feasible=True, round=n)
+        for number, (candidate, n, outcome) in enumerate(runs)
+    ]
+
+
 def test_without_time_for_a_round_there_is_no_play_off_though_an_earlier_search_began_one():
-    made = PlayOff(Entrant(BASE, wall_s=1.0), lambda candidate, number: None, OBJECTIVE, seed=0, first_round=1)
-    made.enter(Entrant(config(8), wall_s=1.0, outcomes={0: ok(config(8), 100.0)}))
+    outcomes = {0: ok(config(8), 100.0)}
+    made = PlayOff(
+        Entrant(BASE, wall_s=1.0),
+        lambda candidate, number: None,
+        OBJECTIVE,
+        seed=0,
+        earlier=trials_of({config(8): outcomes}),
+    )
+    made.enter(Entrant(config(8), wall_s=1.0, outcomes=outcomes))
     assert made.play(lambda seconds, number: False) is None
 
 
@@ -457,8 +474,7 @@ def test_the_rounds_of_earlier_searches_count_and_what_was_disturbed_in_them_cou
             lambda candidate, number: ok(candidate, speeds[candidate]),
             OBJECTIVE,
             seed=0,
-            first_round=3,
-            disturbed=[1] if of_the_fast_one else [],
+            earlier=trials_of(earlier),
         )
         made.enter(Entrant(config(8), outcomes=earlier[config(8)]))
         return made.play(lambda seconds, number: number < 1)

@@ -18,9 +18,8 @@ from autotune.techniques import find_techniques
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.explore import explore
-from autotune.tuning.recommend import Interrupted, NothingFeasible
+from autotune.tuning.recommend import Interrupted, NothingFeasible, verdict_of
 from autotune.tuning.search import answer
-from autotune.tuning.verdict import verdict_of
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search, measurement
 
 techniques = find_techniques()

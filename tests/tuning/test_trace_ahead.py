@@ -18,14 +18,14 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import InspectJob, Job, ProbeJob, TraceJob
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import Finished
+from autotune.runners.runner import Finished, ProbeFault
 from autotune.study.caches import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import search
-from autotune.tuning.tracing import Tracing
+from autotune.tuning.trace_ahead import Tracing
 from tests.closed_form import ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 from tests.prediction.test_traces import DEFAULT, PLAIN
@@ -123,6 +123,23 @@ def test_tracing_beside_the_probes_holds_none_of_them_up(tmp_path: Path) -> None
     measure_baseline(made)
     explore(made, made.proposer())
     assert len(runner.configs) == 6 and not made.tracing.is_done and made.tracing.wall_s == 0
+
+
+class Dying(ClosedFormRunner):
+    """Its process ends in the middle of a trace."""
+
+    def collect(self, timeout_s: float | None = None) -> None:
+        raise ProbeFault("the process ended")
+
+
+def test_tracing_that_failed_is_not_said_to_have_had_no_time(tmp_path: Path) -> None:
+    runner, notes = ClosedFormRunner(), Notes()
+    made = make_search(tmp_path, runner, sampler="cost-model", num_trials=3, listener=notes)
+    made.tracing = Tracing(runner, lambda: CONFIGS, "cuda", None, 0.0, beside=Dying())
+    measure_baseline(made)
+    explore(made, made.proposer())
+    (told,) = [text for text in notes.texts if "trac" in text]
+    assert told.startswith("tracing failed (the process ended) with 5 combinations of techniques to go")
 
 
 def test_a_real_process_traces_while_another_one_probes(tmp_path: Path) -> None:

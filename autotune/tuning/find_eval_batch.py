@@ -11,7 +11,6 @@ from statistics import fmean, median
 from autotune.records.config import BATCH_KEYS, Config
 from autotune.records.inspection import Inspection
 from autotune.records.measured import Evaluated, Evaluation
-from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import EvaluateJob
 from autotune.runners.runner import ProbeFault
@@ -32,13 +31,13 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
     key = json.dumps({name: choice for name, choice in answer.as_dict().items() if name not in BATCH_KEYS})
     tried = list(search.store.facts.evaluated.get(key, ()))
     unfinished = ""
-    if is_asked_for(search.options, search.inspection) and not search.interrupted():
+    if is_asked_for(search.options.eval, search.inspection) and not search.interrupted():
 
         def keep(found: Evaluated) -> None:
             tried.append(found)
             search.store.keep(evaluated={**search.store.facts.evaluated, key: tuple(tried)})
             rate = f"{found.samples_per_s:.3g} samples/s" if found.samples_per_s else f"{found.kind}: {found.cause}"
-            search.tell(f"evaluation in batches of {found.eval_batch_size}: {rate}")
+            search.listener.tell(f"evaluation in batches of {found.eval_batch_size}: {rate}")
 
         with search.budget.split("evaluation"):
             try:
@@ -48,9 +47,9 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
     return _found(tried, unfinished) if tried or unfinished else None
 
 
-def is_asked_for(options: SearchOptions, inspection: Inspection) -> bool:
+def is_asked_for(by_user: bool, inspection: Inspection) -> bool:
     """Whether the user or the task wants the batch size for evaluation."""
-    return bool(options.eval or inspection.facts.evaluates)
+    return by_user or bool(inspection.facts.evaluates)
 
 
 def next_size(tried: Sequence[Evaluated], first: int, most: float) -> int | None:

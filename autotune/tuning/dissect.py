@@ -35,7 +35,7 @@ class _Alternative:
     note: str
 
 
-def explain(
+def dissect(
     runner: Runner,
     inspection: Inspection,
     config: Config,

@@ -20,7 +20,7 @@ from autotune.units import format_seconds
 ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
 
 
-def answer(
+def predict_fit(
     inspection: Inspection,
     space: Space,
     traces: Traces,

@@ -10,7 +10,7 @@ from autotune.prediction.memory import MemoryEstimate
 from autotune.records.capacity import Breakdown, GroupPrediction
 from autotune.records.config import Choice, Config, divisors
 from autotune.techniques import Techniques, find_techniques
-from autotune.tuning.capacity import Question
+from autotune.tuning.predict import Question
 from autotune.units import GIB, MIB
 
 techniques = find_techniques()

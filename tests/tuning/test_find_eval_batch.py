@@ -23,7 +23,7 @@ from autotune.runners.jobs import InspectJob, Job
 from autotune.runners.runner import ProbeFault
 from autotune.study.reading import load_study
 from autotune.techniques import find_techniques
-from autotune.tuning.evaluation import next_size
+from autotune.tuning.find_eval_batch import next_size
 from autotune.tuning.recommend import Interrupted
 from autotune.tuning.search import search
 from tests.closed_form import MIB, ClosedFormRunner

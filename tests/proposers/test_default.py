@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autotune.proposers.carry_over import CarryOver
+from autotune.proposers.default import CarryOver
 from tests.proposers.test_one_at_a_time import World, searched
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
+from autotune.devices.targets import target_of
 from autotune.prediction.plan import plan_traces
 from autotune.prediction.traces import Traces
 from autotune.records.config import BATCH_SIZE, Config
+from autotune.records.inspection import Inspection
 from autotune.runners.jobs import TraceJob
 from autotune.runners.runner import ProbeFault, Runner
 from autotune.study.caches import TraceCache, agrees
+from autotune.study.history import History
 
 SLICE_S = 5.0  # of one job
 LONGEST_GROUP_S = 60.0  # where tracing keeps nobody waiting
@@ -41,6 +45,7 @@ class Tracing:
         self.traces = Traces(target=target)
         self.wall_s = 0.0
         self.max_s = max_s
+        self.fault = ""  # that ended tracing beside the probes
         self._runner = runner
         self.beside = beside
         self._resources = contextlib.ExitStack()
@@ -116,7 +121,8 @@ class Tracing:
                 self._ticket = self.beside.submit(job)
             else:
                 self._take(self.traces)
-        except ProbeFault:  # memory is learned from probes then
+        except ProbeFault as fault:  # memory is learned from probes then
+            self.fault = str(fault)
             self._begun = self._is_complete = True
 
     def _begin(self) -> bool:
@@ -149,3 +155,16 @@ class Tracing:
         if self._cache is not None and is_new and not self._to_confirm:
             self._cache.write(self.traces)
             self._kept = self.traces
+
+
+def trace_for(runner: Runner, folder: Path, inspection: Inspection, history: History, max_s: float) -> Tracing:
+    """Tracing beside a search's probes, with what earlier searches have traced.
+
+    Args:
+        folder: of the study; the traces of this machine's searches are kept there.
+    """
+    space, target = history.space, target_of(inspection.device)
+    sizes = [int(size) for size in space.choices[BATCH_SIZE]]
+    cache = TraceCache(folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline))
+    kept = cache if runner.keeps_traces else None
+    return Tracing(runner, lambda: history.space.tracing(), target, kept, max_s, runner.tracer())
