@@ -17,7 +17,7 @@ from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection
 from autotune.records.world import ALONE, World
 from autotune.techniques import Phase, Technique, Techniques
-from autotune.techniques.expectation import Expectation
+from autotune.techniques.base import Expectation
 from autotune.techniques.frameworks import BATCH
 from autotune.units import plural
 

@@ -6,7 +6,7 @@ import gc
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from autotune.devices import oom
+from autotune.devices import torch_errors
 from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 
@@ -156,11 +156,11 @@ class Device(Protocol):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a failed allocation, on the device or on the host."""
-        return oom.is_out_of_memory(error, scarce=self._is_scarce)
+        return torch_errors.is_out_of_memory(error, scarce=self._is_scarce)
 
     def is_of_host(self, error: BaseException) -> bool:
         """Whether a failed allocation was one of the host's memory and not of the device's own."""
-        return self.capabilities.own_memory and oom.is_hosts(error)
+        return self.capabilities.own_memory and torch_errors.is_hosts(error)
 
     def _is_scarce(self) -> bool:
         """Whether the process stands at its limit, or other evidence says that memory has run short."""

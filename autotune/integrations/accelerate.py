@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autotune.devices.oom import is_out_of_memory
+from autotune.devices.torch_errors import is_out_of_memory
 from autotune.errors import ConfigError
 from autotune.integrations.words import read, search
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size

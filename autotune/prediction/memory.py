@@ -15,8 +15,17 @@ import numpy as np
 
 from autotune.devices import capabilities_of
 from autotune.prediction import Array
-from autotune.prediction.cost_fit import CostModel, Observation, Probes, Scales, beyond, likely_scales
-from autotune.prediction.cost_terms import CostTerm, Layout, Residual
+from autotune.prediction.cost import (
+    CostModel,
+    CostTerm,
+    Layout,
+    Observation,
+    Probes,
+    Residual,
+    Scales,
+    beyond,
+    likely_scales,
+)
 from autotune.prediction.traces import TracedPeak, Traces
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config

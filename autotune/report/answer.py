@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from autotune.devices.contention import DISTURBED
+from autotune.devices.linux import DISTURBED
 from autotune.records.check import Check
 from autotune.records.measured import Dropped, Evaluation, Measured
 from autotune.records.result import Compiling, Cost, DeviceUse, Effect, Reasons, Result

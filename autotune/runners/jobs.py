@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from autotune.errors import AutotuneError
-from autotune.prediction.plan import Plan
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Plan, Traces
 from autotune.records.batch_plan import describe_batch
 from autotune.records.calibration import NOT_MEASURED, Calibration
 from autotune.records.check import Check

@@ -9,7 +9,7 @@ import time
 
 import psutil
 
-from autotune.devices.procfs import PROC
+from autotune.devices.linux import PROC
 from autotune.records.study import BegunTrial, Owner
 
 BEAT_S = 30.0  # between two signs of life of a controller: a write costs 20 ms of a disk

@@ -11,7 +11,7 @@ from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of, is_layer, numbers_up_to
-from autotune.techniques.forward import Forward
+from autotune.techniques.build import Forward
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.units import plural
 

@@ -10,9 +10,8 @@ from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
 from autotune.techniques.block_chains import blocks_of
-from autotune.techniques.checkpoint_segments import CheckpointSegments
+from autotune.techniques.checkpoint_segments import CheckpointSegments, Recomputed
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
-from autotune.techniques.recomputation import Recomputed
 
 # operators of torch.ops.aten: on each device those that it has
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")

@@ -13,7 +13,7 @@ from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of, is_layer
-from autotune.techniques.forward import Forward
+from autotune.techniques.build import Forward
 from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
-from autotune.techniques.forward import Forward
+from autotune.techniques.build import Forward
 from autotune.techniques.frameworks import At, Lines, words
 
 if TYPE_CHECKING:

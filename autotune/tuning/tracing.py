@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Self
 
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.records.batch_plan import BATCH_SIZE
 from autotune.records.config import Config
 from autotune.runners.jobs import TraceJob

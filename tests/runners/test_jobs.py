@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import plan_traces
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.progress import COMPARING
 from autotune.records.settings import ProbeSettings

@@ -14,7 +14,7 @@ from torch._inductor.cudagraph_trees import MarkStepBox
 
 from autotune import prepare
 from autotune.devices import compiler, open_device
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.techniques import UnsupportedError, find_techniques

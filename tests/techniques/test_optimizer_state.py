@@ -12,7 +12,7 @@ from torch import nn
 
 from autotune import prepare
 from autotune.devices import open_device
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.techniques import UnsupportedError, find_techniques, optimizer_state
 from autotune.techniques.optimizer_state import OptimizerState
