@@ -18,9 +18,8 @@ from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import GIB, MIB, format_bytes, plural
 
-_RESERVE_BYTES = (
-    1 * GIB
-)  # of the host's memory, left to everybody else and to the kernel, which kills where nothing is left
+# of the host's memory, left to everybody else and to the kernel, which kills where nothing is left
+_RESERVE_BYTES = GIB
 _LEAST_SHARE = 0.5  # of what is free, where that is little
 # how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions
 # and linear layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,8 @@ _ORDER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 class AskedGpu:
     """A GPU as torch describes it; `uuid` without NVML's prefix, empty where the build does not tell."""
 
-    name: str
     uuid: str
-    capability: tuple[int, int]
-    num_multiprocessors: int
-    free_bytes: int
-    total_bytes: int
+    info: DeviceInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +61,16 @@ def describe(torch: Any, index: int) -> AskedGpu:
     """A GPU as the torch of this process describes it, which gives it a context."""
     told, memory = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
     uuid = str(getattr(told, "uuid", ""))  # not in every ROCm build
-    return AskedGpu(
-        name=told.name,
-        uuid=uuid.removeprefix("GPU-").removeprefix("MIG-"),
+    info = DeviceInfo(
+        name=f"cuda:{index}",
+        model=told.name,
+        total_bytes=memory[1],
+        free_bytes=memory[0],
         capability=(told.major, told.minor),
         num_multiprocessors=told.multi_processor_count,
-        free_bytes=memory[0],
-        total_bytes=memory[1],
+        torch_version=metadata.version("torch"),
     )
+    return AskedGpu(uuid=uuid.removeprefix("GPU-").removeprefix("MIG-"), info=info)
 
 
 def is_there_a_sign_of_a_gpu() -> bool:
@@ -89,7 +87,7 @@ def _ask() -> Answer:
         told = json.loads(done.stdout.splitlines()[-1])
     except (subprocess.TimeoutExpired, OSError, ValueError, IndexError) as error:
         return Answer(why=f"asking torch failed: {error}"[:300])
-    gpus = tuple(AskedGpu(**{**gpu, "capability": tuple(gpu["capability"])}) for gpu in told["gpus"])
+    gpus = tuple(AskedGpu(uuid=gpu["uuid"], info=DeviceInfo.from_dict(gpu["info"])) for gpu in told["gpus"])
     return Answer(gpus=gpus, why=told["why"])
 
 
@@ -238,16 +236,8 @@ class Instruments:
         """What torch itself tells, asked in another process unless this one has a context."""
         if (asked := self._asked()) is None:
             raise DeviceError(f"{self.name} cannot be described: {why}, and torch finds no such GPU; check nvidia-smi")
-        return DeviceInfo(
-            name=self.name,
-            model=asked.name,
-            total_bytes=asked.total_bytes,
-            free_bytes=asked.free_bytes,
-            capability=asked.capability,
-            num_multiprocessors=asked.num_multiprocessors,
-            torch_version=metadata.version("torch"),
-            notes=(f"{self.name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen",),
-        )
+        note = f"{self.name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen"
+        return replace(asked.info, notes=(note,))
 
     def _notes(self, gpu: nvml.Gpu) -> tuple[str, ...]:
         notes = []

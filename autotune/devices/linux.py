@@ -57,9 +57,9 @@ class ProcessMemory:
         return max(peak, self.data_bytes)
 
 
-def process_memory(proc: Path = PROC) -> ProcessMemory:
+def process_memory() -> ProcessMemory:
     """This process's memory now; where there is no /proc, what it has touched stands for all of it."""
-    if not proc.exists():
+    if not PROC.exists():
         touched = psutil.Process().memory_info().rss
         return ProcessMemory(
             data_bytes=touched,
@@ -70,7 +70,7 @@ def process_memory(proc: Path = PROC) -> ProcessMemory:
         )
     status = {
         name: int(value.split()[0]) * 1024
-        for name, _, value in (line.partition(":") for line in read(proc / "self/status").splitlines())
+        for name, _, value in (line.partition(":") for line in read(PROC / "self/status").splitlines())
         if name.startswith(("Vm", "Rss"))
     }
     touched = status["RssAnon"] + status.get("VmSwap", 0)
@@ -264,9 +264,8 @@ class ProcessorWatch:
     def _thread_waits(self) -> dict[str, int]:
         """Nanoseconds each living thread has waited for a processor while runnable."""
         threads = {path.parent.name: read(path).split() for path in (self._proc / "self/task").glob("*/schedstat")}
-        return {
-            thread: int(figures[1]) for thread, figures in threads.items() if figures
-        }  # it may have ended meanwhile
+        # none of one that ended meanwhile
+        return {thread: int(figures[1]) for thread, figures in threads.items() if figures}
 
     def _processor_time(self) -> float:
         """Seconds of processor time of this process and all its children, living and reaped."""

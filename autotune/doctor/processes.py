@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from autotune.devices import open_device
-from autotune.devices.compiler import why_not_on
 from autotune.devices.selftest import TESTS, Facts
 from autotune.errors import in_one_line
 from autotune.units import format_seconds
@@ -98,7 +97,7 @@ def kill_and_watch(name: str) -> Facts:
 
 def compiler(device: str) -> Facts:
     """What is missing of what `torch.compile` needs."""
-    return {"missing": why_not_on(open_device(device))}
+    return {"missing": open_device(device).why_not_compiled()}
 
 
 def study() -> Facts:

@@ -180,7 +180,6 @@ class Roofline:
 
     Attributes:
         work, update: of a micro batch and of an optimizer's step, with nothing switched on.
-        width: how wide a sample is over one as wide as was traced.
     """
 
     calibration: Calibration
@@ -256,5 +255,6 @@ class Roofline:
         return self.update.moved_bytes / (self.calibration.bytes_per_s or 0.0) + launching_s
 
     def _width(self, batch_size: int) -> float:
+        """How wide a sample is over one as wide as was traced."""
         lengths = self.traces.lengths
         return 1.0 if lengths is None else lengths.mean_width(batch_size) / lengths.quantiles[-1]

@@ -227,7 +227,9 @@ class Technique(ABC):
         if type(self.off) is int:
             return whole_number(choice, self.least)
         if isinstance(self.off, str) and self.choices:
-            return one_of(choice, [str(listed) for listed in self.choices])
+            if not isinstance(choice, str) or choice not in self.choices:
+                raise ValueError(f"expected one of {', '.join(map(str, self.choices))}")
+            return choice
         if type(choice) is not type(self.off):
             raise ValueError(f"expected {type(self.off).__name__}")
         return choice
@@ -371,17 +373,6 @@ def plain_label(name: str, choice: Choice) -> str:
     if isinstance(choice, bool):
         return name if choice else f"no {name}"
     return f"{name} {choice}"
-
-
-def one_of(choice: Any, choices: Sequence[str]) -> str:
-    """Return `choice` if it is one of `choices`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(choice, str) or choice not in choices:
-        raise ValueError(f"expected one of {', '.join(choices)}")
-    return choice
 
 
 def whole_number(choice: Any, least: int) -> int:

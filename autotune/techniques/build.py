@@ -111,6 +111,7 @@ class Build:
         return self.places[technique]
 
 
+@dataclass(eq=False)
 class Forward:
     """The `forward` of one module. An object, not a closure, so that a deep copy of the model computes with its own modules.
 
@@ -118,9 +119,10 @@ class Forward:
         original: a forward that was replaced before on this very instance, by the user or a technique.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.original = vars(module).get("forward")
+    module: torch.nn.Module
+
+    def __post_init__(self) -> None:
+        self.original = vars(self.module).get("forward")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass as it was before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -72,8 +73,7 @@ class CheckpointSegments(Technique):
 
     def why_not(self, setting: Setting) -> str:
         chain = blocks_of(setting.task, setting.model)
-        called = [block for block in chain.blocks if not is_layer(block)]
-        ran = setting.run_order([*called, *([chain.sequential] if chain.sequential else [])])
+        ran = setting.run_order([*chain.larger, *([chain.sequential] if chain.sequential else [])])
         return "" if ran else "the model does not call its repeated blocks as modules"
 
     def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
@@ -101,7 +101,6 @@ class CheckpointSegments(Technique):
 
 def recompute(model: torch.nn.Module, num_segments: int, modules: Sequence[str], sequential: str | None = None) -> None:
     """Replace the forward of blocks, by their names, and of the `Sequential` that holds them."""
-    _switch_off_caches(model)
     sequence = None
     if sequential is not None:
         container: Any = model.get_submodule(sequential)
@@ -113,23 +112,21 @@ def recompute(model: torch.nn.Module, num_segments: int, modules: Sequence[str],
 
 def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:
     """(first, last + 1) block of each segment: a `Sequential` is cut into them, of a list some blocks are one each."""
-    edges = [i * len(chain.blocks) // num_segments for i in range(num_segments + 1)] if num_segments else []
-    if chain.sequential is not None:
-        return tuple(itertools.pairwise(edges))
-    return tuple((start, start + 1) for start in edges[:-1])
+    segments = _cut(len(chain.blocks), num_segments)
+    return segments if chain.sequential is not None else tuple((start, start + 1) for start, _ in segments)
 
 
-def _switch_off_caches(model: torch.nn.Module) -> None:
-    """Key-value caches of Hugging Face models would be appended to a second time; training does not read them."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            config.use_cache = False
+def _cut(num_blocks: int, num_segments: int) -> tuple[tuple[int, int], ...]:
+    """(first, last + 1) block of each of some segments with nearly equal numbers of blocks."""
+    edges = [number * num_blocks // max(1, num_segments) for number in range(num_segments + 1)]
+    return tuple(itertools.pairwise(edges))
 
 
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a pass, and of its recomputation
 Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
 
 
+@dataclass(eq=False)
 class Recomputed(Forward):
     """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
 
@@ -138,16 +135,14 @@ class Recomputed(Forward):
             second; None keeps nothing.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__(module)
-        self.keep: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None = None
-        self.constant: set[Place] = set()
+    keep: Callable[[], Contexts] | None = field(default=None, init=False)
+    constant: set[Place] = field(default_factory=set, init=False)
 
     def checkpoint(self, modules: tuple[torch.nn.Module, ...], function: Any, *args: Any, **kwargs: Any) -> Any:
         """The result of `function`, which calls `modules` and runs again in the backward pass."""
         from torch.utils.checkpoint import checkpoint
 
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        def contexts() -> Contexts:
             before: dict[Place, torch.Tensor] = {}
             first, again = (nullcontext(), nullcontext()) if self.keep is None else self.keep()
             first = _within(remember_buffers(modules, before, self.constant), first)
@@ -164,12 +159,11 @@ class Recomputed(Forward):
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
 
+@dataclass(eq=False)
 class Checkpointed(Recomputed):
     """The forward of one block. Inside a segment of its `Sequential` the segment is recomputed, not the block."""
 
-    def __init__(self, module: torch.nn.Module, segments: Segments | None) -> None:
-        super().__init__(module)
-        self.segments = segments
+    segments: Segments | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's forward pass."""
@@ -178,6 +172,7 @@ class Checkpointed(Recomputed):
         return self.checkpoint((self.module,), self.call, *args, **kwargs)
 
 
+@dataclass(eq=False)
 class Segments(Recomputed):
     """The forward of a `Sequential`, cut into segments of nearly equal numbers of children.
 
@@ -185,19 +180,16 @@ class Segments(Recomputed):
     `Checkpointed` takes effect.
     """
 
-    def __init__(self, module: torch.nn.Sequential, num_segments: int) -> None:
-        super().__init__(module)
-        self.num_segments = num_segments
-        self.running = False  # inside a segment, also when it is recomputed
+    num_segments: int
+    running: bool = field(default=False, init=False)  # inside a segment, also when it is recomputed
 
     def __call__(self, input: Any) -> Any:  # named as in `nn.Sequential.forward`
         """The forward pass of the `Sequential`."""
         if not self.trains():
             return self.call(input)
         children = tuple(self.module.children())
-        edges = [i * len(children) // self.num_segments for i in range(self.num_segments + 1)]
         value = input
-        for start, end in itertools.pairwise(edges):
+        for start, end in _cut(len(children), self.num_segments):
             value = self.checkpoint(children[start:end], partial(self._run, children[start:end]), value)
         return value
 

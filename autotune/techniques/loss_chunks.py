@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
@@ -109,10 +110,9 @@ def _replace(heads: Sequence[Any]) -> list[Use]:
     return uses
 
 
+@dataclass(eq=False)
 class _InPieces(Forward):
-    def __init__(self, module: torch.nn.Module, use: Use) -> None:
-        super().__init__(module)
-        self.use = use
+    use: Use
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as in `nn.Linear.forward`
         from autotune.techniques.tensors.scores import Scores

@@ -11,6 +11,7 @@ import autotune.devices
 from autotune.devices import Telemetry, available, instruments, open_device
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
+from autotune.records.device import DeviceInfo
 from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install
 
 NO_DRIVER = FakeNvml.NVMLError_LibraryNotFound("NVML Shared Library Not Found")
@@ -136,14 +137,15 @@ def answering(monkeypatch, *gpus, why=""):
 
 
 def seen_by_torch(name, uuid, total_bytes=24 * GIB):
-    return instruments.AskedGpu(
-        name=name,
-        uuid=uuid,
+    info = DeviceInfo(
+        name="cuda:0",
+        model=name,
+        total_bytes=total_bytes,
+        free_bytes=total_bytes,
         capability=(8, 9),
         num_multiprocessors=128,
-        free_bytes=total_bytes,
-        total_bytes=total_bytes,
     )
+    return instruments.AskedGpu(uuid=uuid, info=info)
 
 
 def test_of_gpus_that_differ_cuda_says_which_is_the_first(monkeypatch, cuda_build):

@@ -30,6 +30,7 @@ from autotune.devices.kernels.rules import (
     Workspace,
     copies,
     lies_channels_last,
+    round_up,
     size_bytes,
 )
 from autotune.devices.targets import GpuKind
@@ -85,9 +86,8 @@ def _buffer_bytes(reduced_dims: set[int], partial_bytes: int, gpu: GpuKind, layo
     num_dims = len(layout) // 2
     lengths, strides = layout[:num_dims], layout[num_dims:]
     reduced = _axes(lengths, strides, sorted(reduced_dims, key=strides.__getitem__))
-    kept = _axes(
-        lengths, strides, [dim for dim in reversed(range(num_dims)) if dim not in reduced_dims]
-    )  # as in the result
+    kept_dims = [dim for dim in reversed(range(num_dims)) if dim not in reduced_dims]  # as in the result
+    kept = _axes(lengths, strides, kept_dims)
     num_inputs, num_outputs = prod(axis.length for axis in reduced), prod(axis.length for axis in kept)
     if num_inputs * num_outputs == 0 or not reduced:
         return 0
@@ -253,9 +253,8 @@ def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """
     grad_output, query, key, output = args[0], args[1], args[2], args[4]
     batch_size, num_heads, length, head_dim = query.shape
-    length = -(-length // 128) * 128
-    multiple = 32 if head_dim <= 128 else 64
-    head_dim = -(-head_dim // multiple) * multiple
+    length = round_up(length, 128)
+    head_dim = round_up(head_dim, 32 if head_dim <= 128 else 64)
     rows_bytes = 4 * batch_size * num_heads * length
     for_each_head = num_heads // key.shape[1] * size_bytes(key) if key.shape[1] < num_heads else 0
     return Scratch(
@@ -289,7 +288,7 @@ def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: A
     num_bytes = tiles * (4 * rows * columns + 16)
     if is_short and head_dim > 128:
         num_splits = max(1, min(-(-num_keys // 64), 200 // num_heads))  # of the keys, where there are few heads
-        num_bytes += 2 * 4 * num_splits * 64 * (-(-head_dim // 128) * 128)
+        num_bytes += 2 * 4 * num_splits * 64 * round_up(head_dim, 128)
     row_sums = 4 * num_heads * length
     products = () if is_short else ((4 * query.numel(), row_sums, row_sums),)
     return Scratch(before=copies(grad_output.transpose(1, 2)), after=(*products, (row_sums, num_heads * num_bytes)))
@@ -322,7 +321,7 @@ def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> Scratch:
 def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
     num_segments = min(num_indices, num_rows)
     num_parts = num_indices // _ROWS_AT_ONCE + num_segments
-    return 8 * (3 * num_indices + 2 * num_segments + num_parts) + 4 * num_parts * (-(-width // 32) * 32)
+    return 8 * (3 * num_indices + 2 * num_segments + num_parts) + 4 * num_parts * round_up(width, 32)
 
 
 def _softmax_backward(args: tuple[Any, ...], result: Any) -> Scratch:
@@ -378,13 +377,13 @@ CUDA_RESULTS: Mapping[Any, ResultRule] = {_aten.native_dropout.default: _mask_fi
 _NUM_HANDLES = 2  # of cuBLAS, one for each thread that computes products: the one that trains, and autograd's own
 
 
-def cublas_workspaces(gpu: GpuKind, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+def cublas_workspaces(gpu: GpuKind) -> tuple[int, ...]:
     """Bytes of each workspace of cuBLAS, which torch takes from its caching allocator and keeps.
 
     As `getChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` chooses them: CUBLAS_WORKSPACE_CONFIG says it, as in
     `:4096:8`: eight buffers of 4096 KiB. Without it data centre GPUs since Hopper get 32 MiB.
     """
-    said = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     size_bytes = 32 * MIB if gpu.capability[0] in (9, 10) else 8 * MIB + 128 * KIB
     if said:
         size_bytes = sum(int(kib) * int(number) for kib, number in said) * KIB
