@@ -22,7 +22,7 @@ import torch
 from autotune.coupling.buffers import Buffers, version_of
 from autotune.coupling.compare import find_coupling
 from autotune.coupling.samples import SamplesOf, TypicalSamples
-from autotune.devices.oom import attempted_bytes
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import RandomState
 from autotune.records.check import Coupling, Verdict

@@ -25,7 +25,7 @@ from autotune.records.config import (
 )
 from autotune.records.inspection import Inspection
 from autotune.techniques import Phase, Technique, Techniques
-from autotune.techniques.expectation import Expectation
+from autotune.techniques.base import Expectation
 from autotune.techniques.frameworks import BATCH, FRAMEWORKS
 from autotune.units import plural
 

@@ -22,14 +22,7 @@ INSTALLED = find_techniques()
 
 PACKAGE = Path(autotune.__file__).parent
 TECHNIQUES = PACKAGE / "techniques"
-PROTOCOL = {
-    "base",
-    "build",
-    "declared",
-    "expectation",
-    "frameworks",
-    "partition",
-}  # files of the room that are no technique's
+PROTOCOL = {"base", "build", "frameworks"}  # files of the room that are no technique's
 MOST_LINES = 70  # of a function
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if TECHNIQUES not in path.parents)
 

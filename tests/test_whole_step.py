@@ -11,7 +11,7 @@ from autotune import api, prepare
 from autotune.devices import open_device
 from autotune.errors import TaskError
 from autotune.prediction.job import trace_plan
-from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import plan_traces
 from autotune.probe.inspection import inspect_task
 from autotune.probe.measure import NonFiniteError, Run
 from autotune.records.config import ProbeSettings

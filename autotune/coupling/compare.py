@@ -22,7 +22,7 @@ import torch
 from autotune.coupling.gradients import FIT_ERROR, LOSS_ERROR, Compared, Gradients, OutOfTimeError
 from autotune.coupling.samples import Halves, Samples
 from autotune.devices import Device
-from autotune.devices.oom import attempted_bytes
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import keep_randomness
 from autotune.records.check import Cause, Coupling, Verdict

@@ -8,10 +8,10 @@ from importlib import metadata, util
 from pathlib import Path
 
 from autotune.devices import nvml
-from autotune.devices.asked import ask_torch, is_there_a_sign_of_a_gpu
 from autotune.devices.base import Capabilities, Device, Telemetry
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
+from autotune.devices.instruments import ask_torch, is_there_a_sign_of_a_gpu
 from autotune.errors import DeviceError
 from autotune.lazy import torch_if_imported
 from autotune.records.device import DeviceInfo

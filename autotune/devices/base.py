@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import sysconfig
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Protocol
 
-from autotune.devices import oom
+from autotune.devices import torch_errors
 from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
+
+_TRITON_CAPABILITY = (7, 0)
+# inductor compiles a CPU's kernels by the one, Triton what launches a GPU's by the other: what for, the variable, the usual names
+_ON_CPU = "a C++ compiler on a CPU", "CXX", ("g++",)
+_ON_GPU = "a C compiler on a GPU, for what launches the kernels", "CC", ("gcc", "clang")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +166,35 @@ class Device(Protocol):
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a failed allocation, on the device or on the host."""
-        return oom.is_out_of_memory(error, scarce=self._is_scarce)
+        return torch_errors.is_out_of_memory(error, scarce=self._is_scarce)
 
     def is_of_host(self, error: BaseException) -> bool:
         """Whether a failed allocation was one of the host's memory and not of the device's own."""
-        return self.capabilities.own_memory and oom.is_hosts(error)
+        return self.capabilities.own_memory and torch_errors.is_hosts(error)
 
     def _is_scarce(self) -> bool:
         """Whether the process stands at its limit, or other evidence says that memory has run short."""
+
+    def why_not_compiled(self) -> str:
+        """What `torch.compile` lacks: a compiler that makes host code, Python's headers, Triton for a GPU; empty where it works."""
+        if not self.capabilities.triton:
+            return _no_compiler(*_ON_CPU)
+        return _no_triton(self.info().capability) or _no_compiler(*_ON_GPU)
+
+
+def _no_compiler(what: str, variable: str, usual: tuple[str, ...]) -> str:
+    commands = (os.environ[variable],) if variable in os.environ else usual
+    if not any(map(shutil.which, commands)):
+        return f"torch.compile needs {what}, and there is no {' or '.join(commands)}; install one, or name one in {variable}"
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        return f"torch.compile needs Python's headers, and there is no {header}; install python3-dev"
+    return ""
+
+
+def _no_triton(capability: tuple[int, int]) -> str:
+    if find_spec("triton") is None:
+        return "torch.compile needs triton on a GPU, which is not installed"
+    if (0, 0) < capability < _TRITON_CAPABILITY:
+        return f"torch.compile needs compute capability 7.0, this GPU has {capability[0]}.{capability[1]}"
+    return ""

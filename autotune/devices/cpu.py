@@ -10,17 +10,16 @@ from pathlib import Path
 
 import psutil
 
-from autotune.devices import cgroup, oom, procfs
+from autotune.devices import linux
 from autotune.devices.base import Capabilities, Device, Telemetry
-from autotune.devices.contention import ProcessorWatch, processors
+from autotune.devices.linux import ProcessorWatch, processors
 from autotune.errors import DeviceError
 from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import GIB, MIB, format_bytes, plural
 
-_RESERVE_BYTES = (
-    1 * GIB
-)  # of the host's memory, left to everybody else and to the kernel, which kills where nothing is left
+# of the host's memory, left to everybody else and to the kernel, which kills where nothing is left
+_RESERVE_BYTES = GIB
 _LEAST_SHARE = 0.5  # of what is free, where that is little
 # how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions
 # and linear layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)
@@ -45,19 +44,19 @@ class CpuDevice(Device):
         self._notes = notes
         self._limit_bytes: int | None = None
         self._workers_peak_bytes = 0
-        self._oom_kills = oom.kernel_oom_kills()
+        self._oom_kills = linux.kernel_oom_kills()
         self._watch = ProcessorWatch()
 
     def info(self) -> DeviceInfo:
         """Describe the processors and the memory now."""
         machine = psutil.virtual_memory()
         total_bytes, free_bytes = machine.total, machine.available
-        if allowance := cgroup.memory_allowance():
+        if allowance := linux.memory_allowance():
             total_bytes = min(total_bytes, allowance.limit_bytes)
             free_bytes = min(free_bytes, allowance.free_bytes)
         threads = num_threads()
         notes = self._notes
-        quota = cgroup.num_processors()
+        quota = linux.processor_quota()
         if quota is not None and threads > quota + 0.5:
             note = f"the control group allows {quota:g} processor{'' if quota == 1 else 's'}, but torch uses {plural(threads, 'thread')}; "
             notes += (note + f"set OMP_NUM_THREADS={max(1, round(quota))}",)
@@ -90,7 +89,7 @@ class CpuDevice(Device):
             DeviceError: the process already holds more.
         """
         _start_compute_threads()
-        held_bytes = procfs.process_memory().data_bytes
+        held_bytes = linux.process_memory().data_bytes
         if held_bytes > limit_bytes:
             raise DeviceError(
                 f"a memory limit of {format_bytes(limit_bytes)} is below the {format_bytes(held_bytes)} that the "
@@ -109,11 +108,11 @@ class CpuDevice(Device):
         process's.
         """
         self._look_at_workers()
-        return procfs.process_memory().peak_data_bytes(self._limit_bytes) + self._workers_peak_bytes
+        return linux.process_memory().peak_data_bytes(self._limit_bytes) + self._workers_peak_bytes
 
     def current_bytes(self) -> int:
         """Private memory of this process and its workers now."""
-        return procfs.process_memory().data_bytes + self._look_at_workers()
+        return linux.process_memory().data_bytes + self._look_at_workers()
 
     def held_bytes(self, attempted_bytes: int) -> int:
         """Private memory of this process and its workers now, or what must have been held for the limit to be hit.
@@ -130,7 +129,7 @@ class CpuDevice(Device):
 
         No limit covers `shared_bytes`, the batches that workers pass in shared memory.
         """
-        memory = procfs.process_memory()
+        memory = linux.process_memory()
         self._look_at_workers()
         return {
             "vm_data_bytes": memory.data_bytes,
@@ -146,15 +145,15 @@ class CpuDevice(Device):
 
     def _is_scarce(self) -> bool:
         """The process stands at its limit, or the kernel has killed a process of the group for memory."""
-        if oom.kernel_oom_kills() > self._oom_kills:
+        if linux.kernel_oom_kills() > self._oom_kills:
             return True
         if self._limit_bytes is None:
             return False
-        left_bytes = self._limit_bytes - procfs.process_memory().peak_data_bytes(self._limit_bytes)
+        left_bytes = self._limit_bytes - linux.process_memory().peak_data_bytes(self._limit_bytes)
         return left_bytes < max(_AT_LIMIT_BYTES, _AT_LIMIT_SHARE * self._limit_bytes)
 
     def _look_at_workers(self) -> int:
-        held_bytes = procfs.descendants_private_bytes()
+        held_bytes = linux.descendants_private_bytes()
         self._workers_peak_bytes = max(self._workers_peak_bytes, held_bytes)
         return held_bytes
 
@@ -211,21 +210,14 @@ def _num_physical_cores() -> int:
     cores = set()
     for processor in processors():
         topology = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")
-        try:
-            cores.add(
-                ((topology / "physical_package_id").read_text(encoding="utf-8"), (topology / "core_id").read_text())
-            )
-        except OSError:
-            cores.add(("", str(processor)))
+        core = linux.read(topology / "core_id") or f"processor {processor}"
+        cores.add((linux.read(topology / "physical_package_id"), core))
     return len(cores)
 
 
 def processor_model() -> str:
     """The processor's model name, as in `/proc/cpuinfo`, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
+    lines = linux.read(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
 

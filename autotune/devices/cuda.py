@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from importlib import metadata
 
-from autotune.devices import oom
+from autotune.devices import linux, torch_errors
 from autotune.devices.base import Capabilities, Device
 from autotune.devices.instruments import Instruments, has_context
 from autotune.errors import DeviceError, first_line
@@ -111,7 +111,7 @@ class CudaDevice(Instruments, Device):
         self._limit_bytes: int | None = None
         self._outside = OutsideMemory()
         self._rest_bytes: int | None = None  # the card's use when nothing of ours ran
-        self._oom_kills = oom.kernel_oom_kills()
+        self._oom_kills = linux.kernel_oom_kills()
         self._measured_since_us = time.time_ns() // 1000
         self._counted_before: dict[str, int] = {}
 
@@ -244,7 +244,7 @@ class CudaDevice(Instruments, Device):
         if super().is_of_host(error):
             return True
         with contextlib.suppress(RuntimeError):  # a broken context tells nothing
-            return oom.is_drivers(error) and torch.cuda.mem_get_info(self._index)[0] >= _FULL_CARD_BYTES
+            return torch_errors.is_drivers(error) and torch.cuda.mem_get_info(self._index)[0] >= _FULL_CARD_BYTES
         return False
 
     def _is_scarce(self) -> bool:
@@ -252,7 +252,7 @@ class CudaDevice(Instruments, Device):
 
         It allocates nothing: where there is no context yet, none is made.
         """
-        if oom.kernel_oom_kills() > self._oom_kills:
+        if linux.kernel_oom_kills() > self._oom_kills:
             return True
         try:
             if not self._entered:

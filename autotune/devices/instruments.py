@@ -1,12 +1,21 @@
-"""What NVML, or else torch, tells of one GPU: which one it is, its memory, who uses it, what slows it down. Creates no context."""
+"""What NVML, or else torch, tells of one GPU: which one it is, its memory, who uses it, what slows it down. Creates no context.
+
+Where NVML is missing, or numbers GPUs in another order, torch is asked in a process that ends at once.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-from autotune.devices import nvml, procfs
-from autotune.devices.asked import AskedGpu, ask_torch, describe
+from autotune.devices import linux, nvml
 from autotune.devices.base import Telemetry
 from autotune.errors import DeviceError
 from autotune.lazy import torch, torch_if_imported
@@ -14,6 +23,86 @@ from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes, plural
 
 _SUSTAINED = "power cap"  # no slowdown: a large GPU reaches it under any heavy load, so that is its sustained speed
+
+
+_PATIENCE_S = 60.0
+_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, WSL's, AMD's
+_ORDER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedGpu:
+    """A GPU as torch describes it; `uuid` without NVML's prefix, empty where the build does not tell."""
+
+    uuid: str
+    info: DeviceInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The GPUs in CUDA's order, and what torch said about it (why there is none, say)."""
+
+    gpus: tuple[AskedGpu, ...] = ()
+    why: str = ""
+
+
+_answers: dict[tuple[str | None, ...], Answer] = {}
+
+
+def ask_torch() -> Answer:
+    """What torch sees in this environment. The first call takes as long as importing torch, and a context for a moment."""
+    key = tuple(os.environ.get(name) for name in _ORDER)
+    if key not in _answers:
+        _answers[key] = _ask()
+    return _answers[key]
+
+
+def describe(torch: Any, index: int) -> AskedGpu:
+    """A GPU as the torch of this process describes it, which gives it a context."""
+    told, memory = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+    uuid = str(getattr(told, "uuid", ""))  # not in every ROCm build
+    info = DeviceInfo(
+        name=f"cuda:{index}",
+        model=told.name,
+        total_bytes=memory[1],
+        free_bytes=memory[0],
+        capability=(told.major, told.minor),
+        num_multiprocessors=told.multi_processor_count,
+        torch_version=metadata.version("torch"),
+    )
+    return AskedGpu(uuid=uuid.removeprefix("GPU-").removeprefix("MIG-"), info=info)
+
+
+def is_there_a_sign_of_a_gpu() -> bool:
+    """Whether a driver's device file says that a GPU may be there, whatever NVML knows of it, and none is hidden on purpose."""
+    hidden = any(os.environ.get(name) == "" for name in _ORDER)
+    return not hidden and any(Path(sign).exists() for sign in _SIGNS)
+
+
+def _ask() -> Answer:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    command = [sys.executable, "-c", "from autotune.devices import instruments; instruments.answer()"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, env=environment)
+        told = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, OSError, ValueError, IndexError) as error:
+        return Answer(why=f"asking torch failed: {error}"[:300])
+    gpus = tuple(AskedGpu(uuid=gpu["uuid"], info=DeviceInfo.from_dict(gpu["info"])) for gpu in told["gpus"])
+    return Answer(gpus=gpus, why=told["why"])
+
+
+def answer() -> None:
+    """Print what torch sees; what runs in the other process."""
+    gpus, why = [], ""
+    with warnings.catch_warnings(record=True) as said:  # `is_available` tells by a warning why not
+        warnings.simplefilter("always")
+        try:
+            number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            gpus = [asdict(describe(torch, index)) for index in range(number)]
+        except Exception as error:
+            why = str(error)
+    why = why or "; ".join(str(warning.message) for warning in said)
+    sys.stdout.write(json.dumps({"gpus": gpus, "why": " ".join(why.split())[:300]}) + "\n")
 
 
 class Instruments:
@@ -147,16 +236,8 @@ class Instruments:
         """What torch itself tells, asked in another process unless this one has a context."""
         if (asked := self._asked()) is None:
             raise DeviceError(f"{self.name} cannot be described: {why}, and torch finds no such GPU; check nvidia-smi")
-        return DeviceInfo(
-            name=self.name,
-            model=asked.name,
-            total_bytes=asked.total_bytes,
-            free_bytes=asked.free_bytes,
-            capability=asked.capability,
-            num_multiprocessors=asked.num_multiprocessors,
-            torch_version=metadata.version("torch"),
-            notes=(f"{self.name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen",),
-        )
+        note = f"{self.name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen"
+        return replace(asked.info, notes=(note,))
 
     def _notes(self, gpu: nvml.Gpu) -> tuple[str, ...]:
         notes = []
@@ -180,4 +261,4 @@ def has_context() -> bool:
 
 
 def _own_processes() -> frozenset[int]:
-    return frozenset((os.getpid(), *procfs.descendants()))
+    return frozenset((os.getpid(), *linux.descendants()))

@@ -7,7 +7,6 @@ Numbers and names follow the NVML API reference (https://docs.nvidia.com/deploy/
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.devices import linux
 from autotune.devices.base import Telemetry
 
 _TEMPERATURE_GPU = 0
@@ -209,10 +209,7 @@ class Nvml:
         return Gpu(handle=handle, board=board, uuid=uuid, uuids=bare, name=name, is_mig=is_mig)
 
     def _process_name(self, pid: int) -> str:
-        name = _text(self._read("nvmlSystemGetProcessName", pid))
-        if not name:
-            with contextlib.suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+        name = _text(self._read("nvmlSystemGetProcessName", pid)) or linux.read(Path(f"/proc/{pid}/comm"))
         return os.path.basename(name.split(" ")[0])
 
     def _read(self, function: str, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.devices import nvml, open_device
 from autotune.devices.cuda import CudaDevice
-from autotune.devices.oom import attempted_bytes
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.lazy import torch
 from autotune.units import GIB, MIB

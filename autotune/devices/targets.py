@@ -1,4 +1,4 @@
-"""The devices that memory is predicted for: kinds whose kernels allocate alike, and graphics cards by name."""
+"""The devices that memory is predicted for: kinds whose kernels allocate alike, graphics cards by name, and a GPU that is not there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from autotune.devices import capabilities_of
+from autotune.devices.cpu import CpuDevice
+from autotune.devices.cuda import TYPICAL_CONTEXT_BYTES
 from autotune.errors import ConfigError
+from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 from autotune.units import GIB, MIB, format_bytes, parse_bytes
 
@@ -195,3 +199,32 @@ def _key(text: str) -> str:
     key = re.sub(r"[^a-z0-9]", "", text.lower())
     key = re.sub(r"^(nvidia)?(geforce|tesla)?", "", key).replace("gib", "gb")
     return re.sub(r"sxm\d?|pcie|hbm\d?e?|generation", "", key)
+
+
+class AbsentGpu(CpuDevice):
+    """Stands for a GPU that is known only by its description, to find out what would apply to it. The work runs on the CPU.
+
+    Nothing can be measured on it. A process on it is assumed to hold as much as a typical CUDA context.
+
+    Args:
+        info: its type, memory and compute capability.
+    """
+
+    def __init__(self, info: DeviceInfo) -> None:
+        super().__init__()
+        self.name = self.kind = info.kind
+        self.capabilities = capabilities_of(info.kind)
+        self._info = info
+
+    def info(self) -> DeviceInfo:
+        """The description."""
+        return self._info
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The CPU, where the work runs."""
+        return torch.device("cpu")
+
+    def current_bytes(self) -> int:
+        """Memory of a typical CUDA context and its libraries."""
+        return TYPICAL_CONTEXT_BYTES

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autotune.devices import open_device, require_linux
-from autotune.devices.compiler import why_not_on
 from autotune.devices.selftest import Facts
 from autotune.doctor import checks, verdicts
 from autotune.doctor.checks import TASKS, run_trainings

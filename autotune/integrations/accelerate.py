@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from autotune.devices.oom import is_out_of_memory
+from autotune.devices.torch_errors import is_out_of_memory
 from autotune.errors import ConfigError
 from autotune.export.base import words_of
 from autotune.integrations.base import read, search

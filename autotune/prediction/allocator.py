@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.devices.kernels.rules import Stepped
+from autotune.devices.kernels.rules import Stepped, round_up
 from autotune.prediction import Array
 from autotune.prediction.passes import Event, MicroSteps, Updates, are_aligned
 from autotune.prediction.traces import Group, Reserved
@@ -300,7 +300,7 @@ class _CachingAllocator:
         """A new segment, or the end of the pool's only one, which grows by as much as it is too small."""
         block = _Block(pool.end, 0, pool)
         is_large = size_bytes >= _OWN_SEGMENT_BYTES
-        more_bytes = _round_up(size_bytes, _SEGMENT_ROUNDING_BYTES) if is_large else pool.page_bytes
+        more_bytes = round_up(size_bytes, _SEGMENT_ROUNDING_BYTES) if is_large else pool.page_bytes
         if self._settings.expandable:
             if pool.last is not None and pool.last.free:
                 block = pool.last
@@ -308,7 +308,7 @@ class _CachingAllocator:
             else:
                 _link(pool.last, block)
                 pool.last = block
-            more_bytes = _round_up(size_bytes - block.size_bytes, pool.page_bytes)
+            more_bytes = round_up(size_bytes - block.size_bytes, pool.page_bytes)
         block.size_bytes += more_bytes
         pool.end += more_bytes
         self.reserved_bytes += more_bytes
@@ -352,9 +352,5 @@ def _link(before: _Block | None, after: _Block | None) -> None:
 def _rounded(request_bytes: int, divisions: int) -> int:
     """A request rounded up to 512 B, or where it is larger to a division of its power of two."""
     if divisions <= 1 or request_bytes <= _MIN_BLOCK_BYTES * divisions:
-        return _round_up(request_bytes, _MIN_BLOCK_BYTES)
-    return _round_up(request_bytes, 2 ** (request_bytes.bit_length() - 1) // divisions)
-
-
-def _round_up(size_bytes: int, multiple_bytes: int) -> int:
-    return -(-size_bytes // multiple_bytes) * multiple_bytes
+        return round_up(request_bytes, _MIN_BLOCK_BYTES)
+    return round_up(request_bytes, 2 ** (request_bytes.bit_length() - 1) // divisions)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from autotune.devices import capabilities_of
@@ -17,7 +19,7 @@ from autotune.prediction.allocator import reserved_bytes
 from autotune.prediction.fake_steps import Run, TraceError, Tracer
 from autotune.prediction.passes import Event
 from autotune.prediction.traces import Purpose
-from autotune.probe.module_times import Scopes
+from autotune.probe.module_times import Scopes, Stretch
 from autotune.records.config import Config
 from autotune.records.device import Work
 from autotune.records.explanation import BATCH, KINDS, MODEL, STEP, UPDATE, Anatomy, ModuleMemory, Moment
@@ -72,16 +74,12 @@ def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
     # where they are not copied, all micro batches of a step are there while it runs
     num_further = 0 if device.own_memory else config.accumulation_steps - 1
     further_bytes = num_further * tracer.input_bytes(config.batch_size) if num_further else 0
-    simulated = (
-        partial(
-            reserved_bytes,
-            added=tracer.techniques.allocator_settings(config),
-            held_bytes=cublas_workspaces(gpu_of(target)),
-        )
-        if device.own_allocator
-        else None
-    )
-    return found.anatomy(further_bytes, simulated)
+    seen = found.anatomy(further_bytes)
+    if not device.own_allocator:
+        return seen
+    added, held = tracer.techniques.allocator_settings(config), cublas_workspaces(gpu_of(target))
+    simulated = reserved_bytes(run.tracker.events, added=added, held_bytes=held)
+    return replace(seen, reserved_bytes=max(seen.peak_bytes, simulated))
 
 
 class _Found:
@@ -153,12 +151,11 @@ class _Found:
             if purpose is not Purpose.TEMPORARIES or key not in self.kinds:
                 self.kinds[key] = int(purpose)
 
-    def anatomy(self, further_bytes: int, simulated: Callable[[Sequence[Event]], int] | None) -> Anatomy:
+    def anatomy(self, further_bytes: int) -> Anatomy:
         events = self.run.tracker.events
         totals = list(accumulate(event.change_bytes for event in events))
         start = self.steps[0]
         peak = max(range(start, len(events)), key=totals.__getitem__)
-        stretches = self.scopes.stretches
         held: dict[str, Counter[str]] = defaultdict(Counter)
         for key, size_bytes in _living(events[: peak + 1]).items():
             kind = self._kind(key)
@@ -175,13 +172,13 @@ class _Found:
             )
             for name in held.keys() | flops.keys() | moved.keys()
         ]
-        at_peak = [s for s in stretches if s.note.num_events <= peak][-1]
+        at_peak = self._stretch_at(peak)
         peak_bytes = totals[peak] + further_bytes
         first = max(step for step in self.steps if step <= peak)
         last = min((step for step in self.steps if step > first), default=len(events))
         return Anatomy(
             peak_bytes=peak_bytes,
-            reserved_bytes=peak_bytes if simulated is None else max(peak_bytes, simulated(events)),
+            reserved_bytes=peak_bytes,
             phase=at_peak.phase,
             module=at_peak.module,
             last_layer=self.scopes.last_layer,
@@ -208,25 +205,24 @@ class _Found:
     def _timeline(self, first: int, last: int, further_bytes: int) -> tuple[Moment, ...]:
         """The largest moment of each of some equal parts of the events from `first` to `last`."""
         events = self.run.tracker.events
-        held = [0] * len(KINDS)
+        changes = np.zeros((1 + last - first, len(KINDS)), dtype=int)
+        changes[0, _BATCH_KIND] = further_bytes
         for key, size_bytes in _living(events[:first]).items():
-            held[self._kind(key)] += size_bytes
-        held[_BATCH_KIND] += further_bytes
-        edges = [s.note.num_events for s in self.scopes.stretches]
-        places, stretch = [first + (last - first) * n // NUM_MOMENTS for n in range(NUM_MOMENTS + 1)], 0
-        moments = []
-        for low, high in pairwise(places):
-            best: Moment | None = None
-            for position in range(low, high):
-                event = events[position]
-                held[self._kind(event.key)] += event.change_bytes
-                while stretch + 1 < len(edges) and edges[stretch + 1] <= position:
-                    stretch += 1
-                if best is None or sum(held) > sum(best.held_bytes):
-                    best = Moment(phase=self.scopes.stretches[stretch].phase, held_bytes=tuple(held))
-            if best is not None:
-                moments.append(best)
-        return tuple(moments)
+            changes[0, self._kind(key)] += size_bytes
+        for row, event in enumerate(events[first:last], start=1):
+            changes[row, self._kind(event.key)] = event.change_bytes
+        held = changes.cumsum(axis=0)[1:]
+        edges = [len(held) * number // NUM_MOMENTS for number in range(NUM_MOMENTS + 1)]
+        largest = [low + int(held[low:high].sum(axis=1).argmax()) for low, high in pairwise(edges) if low < high]
+        return tuple(
+            Moment(phase=self._stretch_at(first + place).phase, held_bytes=tuple(held[place].tolist()))
+            for place in largest
+        )
+
+    def _stretch_at(self, position: int) -> Stretch:
+        """The stretch in which an event falls."""
+        later = bisect_right(self.scopes.stretches, position, key=lambda stretch: stretch.note.num_events)
+        return self.scopes.stretches[max(0, later - 1)]
 
 
 def _living(events: Iterable[Event]) -> dict[int, int]:

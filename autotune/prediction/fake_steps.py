@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from autotune.devices import capabilities_of
 from autotune.devices.cpu import CpuDevice
-from autotune.devices.oom import attempted_bytes
 from autotune.devices.targets import Target
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import first_line
 from autotune.prediction.fakes import Fakes, why_values_are_needed
 from autotune.prediction.passes import MicroSteps, Pass, Updates, are_aligned

@@ -24,16 +24,18 @@ from autotune.prediction.passes import (
     fit_work,
     line,
 )
-from autotune.prediction.plan import Plan, allocator_sizes, traced_sizes
 from autotune.prediction.traces import (
     Group,
     ModelTrace,
+    Plan,
     Purpose,
     Reserved,
     Traces,
     UpdateTrace,
+    allocator_sizes,
     largest,
     model_label,
+    traced_sizes,
     update_label,
 )
 from autotune.records.device import Work

@@ -15,8 +15,17 @@ import numpy as np
 
 from autotune.devices import capabilities_of
 from autotune.prediction import Array
-from autotune.prediction.cost_fit import CostModel, Observation, Probes, Scales, beyond, likely_scales
-from autotune.prediction.cost_terms import CostTerm, Layout, Residual
+from autotune.prediction.cost import (
+    CostModel,
+    CostTerm,
+    Layout,
+    Observation,
+    Probes,
+    Residual,
+    Scales,
+    beyond,
+    likely_scales,
+)
 from autotune.prediction.traces import TracedPeak, Traces
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
@@ -27,9 +36,8 @@ from autotune.techniques import Factor
 from autotune.units import MIB
 
 PeakBytes = Sequence[tuple[Config, int]]
-Seen = tuple[
-    tuple[Config, TracedPeak], float, float
-]  # config and trace, bytes less what is outside, variance of the noise
+# config and trace, bytes less what is outside, variance of the noise
+Seen = tuple[tuple[Config, TracedPeak], float, float]
 
 SHARE_STD = 0.06  # of the traced peak
 # of the allocated volume: what a heap cannot use again. With glibc's posix_memalign, a hole is too small for the next tensor of the
@@ -82,10 +90,8 @@ class MemoryEstimate:
     @property
     def high_bytes(self) -> int:
         """Upper end of the 95 % interval."""
-        log_high = math.log(max(1, self.peak_bytes)) + NORMAL_95 * self.log_std
-        if log_high > math.log(LARGEST_BYTES):
-            return max(self.peak_bytes, LARGEST_BYTES)
-        return int(self.peak_bytes * math.exp(NORMAL_95 * self.log_std))
+        log_factor = min(NORMAL_95 * self.log_std, math.log(LARGEST_BYTES))
+        return max(self.peak_bytes, min(LARGEST_BYTES, int(self.peak_bytes * math.exp(log_factor))))
 
     def chance_within(self, limit_bytes: float) -> float:
         """Probability that the peak is at most `limit_bytes`."""

@@ -10,7 +10,7 @@ import torch
 
 from autotune.coupling.draws import RandomDraws
 from autotune.devices import Device, open_device
-from autotune.devices.oom import attempted_bytes
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
 from autotune.randomness import keep_randomness, seed_everything
 from autotune.records.check import Check

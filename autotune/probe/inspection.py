@@ -14,7 +14,7 @@ import torch
 from autotune.coupling.compare import find_coupling
 from autotune.coupling.samples import TypicalSamples
 from autotune.devices import Device, open_device
-from autotune.devices.oom import attempted_bytes
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import ConfigError, TaskError, in_one_line
 from autotune.probe.batch_support import batch_support
 from autotune.records.check import Coupling

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.prediction import Array
-from autotune.prediction.cost_fit import Probes
+from autotune.prediction.cost import Probes
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.time import TimeModel
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config

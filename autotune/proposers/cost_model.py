@@ -6,10 +6,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import TypeVar
 
-from autotune.prediction.cost_fit import Probes
+from autotune.prediction.cost import Probes
 from autotune.prediction.memory import MemoryModel
-from autotune.prediction.roofline import Roofline
-from autotune.prediction.time import TimeModel
+from autotune.prediction.time import Roofline, TimeModel
 from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import StartingDesign

@@ -11,7 +11,7 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from autotune.devices.contention import DISTURBED
+from autotune.devices.linux import DISTURBED
 from autotune.records.check import Check
 from autotune.records.config import Choice
 from autotune.records.measured import Dropped, Evaluation, Measured

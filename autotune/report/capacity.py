@@ -11,18 +11,27 @@ from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_re
 from autotune.techniques import Techniques
 from autotune.units import GIB, MIB, format_bytes, format_seconds, plural
 
+ALLOCATORS = "rounding and fragments of the allocator, workspaces of libraries"
 _PARTS = (
     ("params", "parameters_bytes", "parameters and buffers"),
     ("grads", "gradients_bytes", "gradients"),
     ("optim", "optimizer_bytes", "the optimizer's state"),
     ("activ", "activations_bytes", "activations kept for the backward pass"),
     ("temps", "temporaries_bytes", "inputs, results in flight, scratch space"),
-    ("alloc", "allocator_bytes", "rounding and fragments of the allocator, workspaces of libraries"),
-    ("outside", "outside_bytes", "outside the allocator: {outside}"),
+    ("alloc", "allocator_bytes", ALLOCATORS),
+    ("outside", "outside_bytes", "{outside}"),
 )
 SMALLEST_SHARE = 0.005  # of the activations: modules that hold less are left out
 NUM_SAME = 4  # further choices of the same memory that are named
 Changes = frozenset[tuple[str, Choice]]
+
+
+def outside_words(*, on_gpu: bool) -> str:
+    """What lies outside the allocator."""
+    what = (
+        "the CUDA context, handles and loaded kernels of its libraries" if on_gpu else "the process and its libraries"
+    )
+    return f"outside the allocator: {what}"
 
 
 def prediction_sections(prediction: MemoryPrediction, techniques: Techniques) -> Iterator[Section]:
@@ -30,11 +39,7 @@ def prediction_sections(prediction: MemoryPrediction, techniques: Techniques) ->
     limit = limit_words("what fits", prediction.memory_limit_bytes, prediction.headroom)
     how = Span("Predicted by tracing training steps. Nothing was trained, nothing was measured.", Tone.NOTE)
     yield Section(prediction.task, (Paragraph(how),), f"on {prediction.device}: {limit}")
-    outside = (
-        "the CUDA context, handles and loaded kernels of its libraries"
-        if prediction.on_gpu
-        else "the process and its libraries"
-    )
+    outside = outside_words(on_gpu=prediction.on_gpu)
     if prediction.config is not None:
         yield from _one(prediction, prediction.config, techniques, outside)
     else:

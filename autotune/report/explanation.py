@@ -18,6 +18,7 @@ from autotune.records.explanation import (
     Fold,
     fold_repeats,
 )
+from autotune.report.capacity import ALLOCATORS, outside_words
 from autotune.report.figures import rate
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table
 from autotune.techniques import Techniques
@@ -59,19 +60,15 @@ def explanation_sections(explanation: Explanation, techniques: Techniques) -> It
 
 
 def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
-    beside = (
-        "outside the tensors: the CUDA context, handles and loaded kernels of its libraries; rounding and fragments of the "
-        "allocator, workspaces of cuBLAS"
-    )
-    if not explanation.on_gpu:
-        beside = "beside the tensors: the process, its libraries and what its heap keeps"
+    outside_bytes = min(explanation.outside_bytes, explanation.beside_bytes)
     rows: list[tuple[Cell, ...]] = [
         (format_bytes(held), f"{held / memory.peak_bytes:.0%}", _MEANINGS[kind])
         for kind, held in memory.kinds().items()
     ]
     rows += [
         (Span(format_bytes(memory.peak_bytes), Tone.STRONG), "100%", Span("the allocator's peak, traced", Tone.STRONG)),
-        (format_bytes(explanation.beside_bytes), "", beside),
+        (format_bytes(explanation.beside_bytes - outside_bytes), "", ALLOCATORS),
+        (format_bytes(outside_bytes), "", outside_words(on_gpu=explanation.on_gpu)),
     ]
     blocks: list[Paragraph] = []
     if explanation.times is not None:

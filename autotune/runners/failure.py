@@ -22,7 +22,7 @@ def outcome_of_failure(error: BaseException, device: Device | None, stage: str, 
     Args:
         device: None where the device could not be entered; if memory was short for that, others hold it.
     """
-    from autotune.devices.oom import attempted_bytes, is_out_of_memory
+    from autotune.devices.torch_errors import attempted_bytes, is_out_of_memory
     from autotune.probe.measure import NonFiniteError, TooFewSamplesError
 
     oom = is_out_of_memory(error) if device is None else device.is_out_of_memory(error)
@@ -52,7 +52,7 @@ def failure(
     Args:
         kind: where more is known than the exception says.
     """
-    from autotune.devices.oom import attempted_bytes, chain, is_accelerators, is_out_of_memory, missing_kernel
+    from autotune.devices.torch_errors import attempted_bytes, chain, is_accelerators, is_out_of_memory, missing_kernel
     from autotune.errors import AutotuneError, DeviceError, in_one_line
     from autotune.task.usercode import arose_in_autotune, user_frames
     from autotune.techniques.base import UnsupportedError

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from autotune.errors import AutotuneError
-from autotune.prediction.plan import Plan
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Plan, Traces
 from autotune.records.check import Check
 from autotune.records.config import ALONE, Choice, Config, ProbeSettings, World, describe_batch
 from autotune.records.device import NOT_MEASURED, Calibration, DeviceInfo

@@ -20,7 +20,8 @@ from typing import Any
 
 from autotune.devices import HIDDEN, capabilities_of
 from autotune.devices.cpu import bound_private_memory
-from autotune.devices.oom import failed_allocation, kernel_oom_kills
+from autotune.devices.linux import kernel_oom_kills
+from autotune.devices.torch_errors import failed_allocation
 from autotune.errors import describe_exit
 from autotune.records.config import World
 from autotune.records.inspection import Inspection

@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any, Self
 
 from autotune.errors import AutotuneError
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.records.config import Choice, Config, ProbeSettings
 from autotune.records.device import Slot
 from autotune.records.formats import Record

@@ -195,7 +195,7 @@ def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
 
 def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> dict[str, Any]:
     """Run one job, and report how its process ended. Nothing of it is left running."""
-    from autotune.devices.oom import kernel_oom_kills
+    from autotune.devices.linux import kernel_oom_kills
 
     kills_before = kernel_oom_kills()
     pid = _fork(task, request, inbox.connection) if task is not None else _spawn(request)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.devices import HIDDEN, Device, device_named, open_device
-from autotune.devices.absent import AbsentGpu
 from autotune.devices.cpu import bound_host_memory
-from autotune.prediction.plan import Plan
+from autotune.devices.targets import AbsentGpu
+from autotune.prediction.traces import Plan
 from autotune.probe.timing import LATE
 from autotune.randomness import seed_everything
 from autotune.records.config import ProbeSettings, World

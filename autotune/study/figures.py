@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, stdev
 
-from autotune.devices.contention import DISTURBED
+from autotune.devices.linux import DISTURBED
 from autotune.records.config import Config
 from autotune.records.measured import NORMAL_95, Measured
 from autotune.records.outcome import Outcome

@@ -21,7 +21,7 @@ from typing import Any
 import filelock
 import psutil
 
-from autotune.devices.procfs import PROC
+from autotune.devices.linux import PROC
 from autotune.errors import StudyError
 from autotune.records.config import Choice
 from autotune.records.device import same_memory

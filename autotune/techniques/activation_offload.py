@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
-from autotune.techniques.block_chains import blocks_of, is_layer, numbers_up_to
-from autotune.techniques.forward import Forward
+from autotune.techniques.block_chains import blocks_of, numbers_up_to
+from autotune.techniques.build import Forward
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 from autotune.units import plural
-
-if TYPE_CHECKING:
-    from autotune.task import Task
 
 _SMALLEST_BYTES = 64 * 1024  # smaller tensors cost more to move than they are worth
 
@@ -56,11 +54,11 @@ class ActivationOffload(Technique):
         return "" if setting.device.capabilities.own_memory else "on a CPU the host's memory is the device's"
 
     def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
-        return (0, *numbers_up_to(len(_blocks(setting.task, setting.model))))
+        return (0, *numbers_up_to(len(blocks_of(setting.task, setting.model).larger)))
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the blocks."""
-        blocks, number = _blocks(build.task, build.model), int(choice)
+        blocks, number = blocks_of(build.task, build.model).larger, int(choice)
         if number > len(blocks):
             raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
         spread = (blocks[index * len(blocks) // number] for index in range(number))
@@ -75,14 +73,9 @@ def offload(model: torch.nn.Module, device: torch.device, modules: Sequence[str]
         block.forward = _Offloaded(block, store)
 
 
-def _blocks(task: Task, model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [block for block in blocks_of(task, model).blocks if not is_layer(block)]
-
-
+@dataclass(eq=False)
 class _Offloaded(Forward):
-    def __init__(self, module: torch.nn.Module, store: _Store) -> None:
-        super().__init__(module)
-        self.store = store
+    store: _Store
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -137,14 +130,14 @@ class _Store:
             return _Moved(host, self.device, self.stream.record_event())
 
 
+@dataclass(eq=False)
 class _Moved:
     """A tensor in host memory."""
 
-    def __init__(self, host: torch.Tensor, device: torch.device, copied: torch.cuda.Event | None) -> None:
-        self.host = host
-        self.device = device
-        self.copied = copied
-        self.present: Any = lambda: None  # a weak reference to the copy on the device, while anybody has it
+    host: torch.Tensor
+    device: torch.device
+    copied: torch.cuda.Event | None
+    present: Any = lambda: None  # a weak reference to the copy on the device, while anybody has it
 
     def back(self) -> torch.Tensor:
         """The tensor on the device."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from autotune.devices import capabilities_of
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.records.device import BF16, FP16, FP32
+from autotune.records.device import BF16, CALLED, CONVOLUTION, FP16, FP32, Calibration
 from autotune.techniques import (
     REACHES_INTO_STEP,
     Build,
@@ -23,13 +23,14 @@ from autotune.techniques import (
     UnsupportedError,
 )
 from autotune.techniques.frameworks import At, Table, Unsaid, words
-from autotune.techniques.precision import forward_flops, worth
+from autotune.units import format_per_s
 
 if TYPE_CHECKING:
     from autotune.devices.base import Device
 
 _BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
 _SCALER = "torch.amp.GradScaler(DEVICE.type)"
+LEAST_RATE = 0.25  # of fp32's rate; emulated convolutions reach 0.02 to 0.11, real arithmetic much more
 WORTH = 0.9  # of fp32's rates: shorter activations may make up for that
 
 
@@ -168,27 +169,58 @@ def _impossible(setting: Setting, choice: str) -> str:
     """Why a CPU cannot train the model in a type at all, by trying; empty where it can."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():  # what torch can do is seen on real tensors alone
-        if choice == "fp16" and not _trains_in_fp16(setting.device.torch_device):
-            return "this torch build cannot train in fp16 on a CPU"
-        if not any(isinstance(module, torch.nn.LSTM) for module in setting.model.modules()):
-            return ""
-        try:  # torch asks oneDNN for one, which may have none
-            with torch.autocast("cpu", torch.bfloat16 if choice == "bf16" else torch.float16):
-                torch.nn.LSTM(1, 1)(torch.ones(1, 1, 1))
-        except RuntimeError:
-            return f"torch has no LSTM in {choice} on a processor that emulates it"
+    if not any(isinstance(module, torch.nn.LSTM) for module in setting.model.modules()):
+        return ""
+    try:  # torch asks oneDNN for one, which may have none; what it can do is seen on real tensors alone
+        with _disable_current_modes(), torch.autocast("cpu", torch.bfloat16 if choice == "bf16" else torch.float16):
+            torch.nn.LSTM(1, 1)(torch.ones(1, 1, 1))
+    except RuntimeError:
+        return f"torch has no LSTM in {choice} on a processor that emulates it"
     return ""
 
 
-def _trains_in_fp16(device: torch.device) -> bool:
-    weight = torch.ones(8, 8, device=device, requires_grad=True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an unsupported dtype only warns and switches autocast off
-            with torch.autocast(device.type, torch.float16):
-                product = weight @ weight
-        product.float().sum().backward()
-    except RuntimeError:
-        return False
-    return product.dtype is torch.float16
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What arithmetic in a type would do for a model, compared with fp32.
+
+    Attributes:
+        gain: speed of its matrix products and convolutions.
+        figures: the rates behind it, in words.
+        ends: whether a step would end in reasonable time. Convolutions that are emulated take minutes.
+    """
+
+    gain: float
+    figures: str
+    ends: bool
+
+
+def forward_flops(setting: Setting) -> Mapping[str, float]:
+    """FLOPs of a forward pass by kind of work; none where nothing was measured that they could be compared with."""
+    if not setting.calibration.rates:
+        return {}
+    from autotune.devices.kernels.work import WorkCounter
+
+    with WorkCounter() as counter:
+        setting.try_step(setting.fresh_batch())
+    return {work: flops for (work, _), flops in counter.work.flops.items()}
+
+
+def worth(calibration: Calibration, flops: Mapping[str, float], arithmetic: str) -> Worth | None:
+    """What a type would do for work with these FLOPs; None where the rates are not known."""
+    gains = {work: calibration.gain(work, arithmetic) for work in flops}
+    known = {work: gain for work, gain in gains.items() if gain is not None}
+    if not known or len(known) < len(flops):
+        return None
+    slowest = min(known.values())
+    gain = sum(flops.values()) / sum(flops[work] / known[work] for work in known) if slowest else 0.0
+    return Worth(
+        gain=gain,
+        figures="; ".join(_figures(calibration, work, arithmetic) for work in known),
+        ends=slowest > 0 and known.get(CONVOLUTION, 1.0) >= LEAST_RATE,
+    )
+
+
+def _figures(calibration: Calibration, work: str, arithmetic: str) -> str:
+    rate, plain = calibration.best(work, arithmetic), calibration.best(work, FP32)
+    reached = "none ended in time" if rate is None else format_per_s(rate, "FLOP")
+    return f"{CALLED[work]}: {reached}, in fp32 {format_per_s(plain or 0.0, 'FLOP')}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from autotune.devices import capabilities_of
@@ -14,11 +13,8 @@ from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Supp
 from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-_SWITCHES = {
-    "flash": "flash_sdp",
-    "efficient": "mem_efficient_sdp",
-    "cudnn": "cudnn_sdp",
-}  # process-wide, of backends.cuda
+# process-wide, of backends.cuda
+_SWITCHES = {"flash": "flash_sdp", "efficient": "mem_efficient_sdp", "cudnn": "cudnn_sdp"}
 # torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
 _CAPABILITY = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
 
@@ -90,14 +86,15 @@ class Attention(Technique):
             reason = "on a CPU torch takes its fused kernel wherever it can, which is seldom slower than its plain one"
             return Support(choices=("default",), optional=("math",), reason=reason)
         capability = setting.device.info().capability
-        refused = {kernel: _refusal(kernel, capability, all(call.masked for call in calls)) for kernel in _BACKENDS}
+        masked, short = zip(*calls, strict=True)
+        refused = {kernel: _refusal(kernel, capability, all(masked)) for kernel in _BACKENDS}
         usable = tuple(kernel for kernel, why in refused.items() if not why)
         refused["math"] = "it keeps the scores of all pairs, and is slower"
         return Support(
             choices=("default", *usable),
             optional=("math",),
             reason="; ".join(f"{kernel}: {why}" for kernel, why in refused.items() if why),
-            always=usable if any(call.short for call in calls) else (),
+            always=usable if any(short) else (),
         )
 
     def apply(self, build: Build, choice: Choice) -> None:
@@ -151,24 +148,20 @@ def prefer_kernel(backend: str) -> AbstractContextManager[Any]:
     return sdpa_kernel([first, *(other for other in fused if other != first), SDPBackend.MATH], set_priority=True)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of `scaled_dot_product_attention`: whether it has a mask, and computes in a short type."""
+def _calls(setting: Setting) -> list[tuple[bool, bool]]:
+    """The calls of `scaled_dot_product_attention` in a forward pass of the model as the task has it by itself.
 
-    masked: bool
-    short: bool
-
-
-def _calls(setting: Setting) -> list[_Call]:
-    """The calls in a forward pass of the model as the task has it by itself."""
+    Returns:
+        Of each call whether it has a mask, and whether it computes in a short type.
+    """
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
 
-    found: list[_Call] = []
+    found: list[tuple[bool, bool]] = []
 
     def note(query: torch.Tensor, masked: bool) -> None:
         short = query.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(query.device.type)
-        found.append(_Call(masked, short))
+        found.append((masked, short))
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

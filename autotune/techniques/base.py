@@ -13,13 +13,57 @@ from autotune.records.config import Choice, Config
 from autotune.records.device import BF16, FP16, FP32, TF32
 from autotune.records.inspection import Support
 from autotune.techniques.build import Build, Setting
-from autotune.techniques.expectation import Expectation, Factor
 from autotune.techniques.frameworks import Words
 
 if TYPE_CHECKING:
     import torch
 
     from autotune.task import Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """What a choice multiplies something by, known only roughly: lognormal.
+
+    Attributes:
+        typical: the median.
+        spread: one standard deviation, as a factor: two thirds of all models lie within `typical / spread` to
+            `typical * spread`.
+    """
+
+    typical: float = 1.0
+    spread: float = 1.0
+
+
+UNTOUCHED = Factor()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expectation:
+    """What a choice is expected to do, compared with the technique switched off.
+
+    The predictors in `autotune.prediction` start from it and correct it by every probe.
+
+    Attributes:
+        compute: the time of forward and backward per sample, once the device is busy.
+        launch: the time of a micro step that does not depend on its size.
+        update: the time of the optimizer's step.
+        data: the time that training waits for samples.
+        state: the memory of parameters, gradients and optimizer state.
+        activations: the memory that grows with the micro batch.
+        untraced: the memory that tracing does not show: libraries' workspaces, kernels that they compile and keep.
+        setup_s: seconds of preparation before the first step that plain training does not need, such as compiling.
+    """
+
+    compute: Factor = UNTOUCHED
+    launch: Factor = UNTOUCHED
+    update: Factor = UNTOUCHED
+    data: Factor = UNTOUCHED
+    state: Factor = UNTOUCHED
+    activations: Factor = UNTOUCHED
+    untraced: Factor = UNTOUCHED
+    setup_s: float = 0.0
+
 
 MANTISSA_BITS = {FP32: 24, TF32: 11, FP16: 11, BF16: 8}  # the hidden one included; the longest type first
 _ANYTHING = Factor(spread=1.1)
@@ -29,7 +73,7 @@ REACHES_INTO_STEP = "it would reach into a step of the task's own, which is run 
 class Phase(IntEnum):
     """When a technique is applied while a session is built; phases run in this order."""
 
-    TASK = 0  # what is trained at all, before anything exists: `autotune.techniques.partition`
+    TASK = 0  # what is trained at all, before anything exists: `Partition`
     PROCESS = 1  # process-wide settings, before the model exists
     MODEL = 2  # the model is on its device; the optimizer does not exist yet
     SPREAD = 3  # how the model is spread over the processes of a world; its parameters may be others from here on
@@ -183,7 +227,9 @@ class Technique(ABC):
         if type(self.off) is int:
             return whole_number(choice, self.least)
         if isinstance(self.off, str) and self.choices:
-            return one_of(choice, [str(listed) for listed in self.choices])
+            if not isinstance(choice, str) or choice not in self.choices:
+                raise ValueError(f"expected one of {', '.join(map(str, self.choices))}")
+            return choice
         if type(choice) is not type(self.off):
             raise ValueError(f"expected {type(self.off).__name__}")
         return choice
@@ -281,6 +327,43 @@ class Switch(Technique):
     off: ClassVar[Choice] = False
 
 
+class Partition(Technique):
+    """Something of which each choice is another training, with a search, a baseline and a ranking of its own.
+
+    It acts on the task, before anything is built. Inspection, trace and check are then those of the narrower task, in
+    which nothing says that there are others. What `support` offers beside the baseline's choice is ranked beside it, and
+    what it offers as optional only if the user includes it.
+    """
+
+    phase = Phase.TASK
+    changes_learning = True
+    off = "none"
+
+    @abstractmethod
+    def narrow(self, task: Task, choice: Choice) -> Task:
+        """The task that trains `choice`, which is not `off`.
+
+        Raises:
+            ConfigError: the task has no such choice; building its model may raise that, too.
+        """
+
+    def named(self, task: Task, choice: Choice) -> Choice:
+        """The name under which the task knows `choice`, where `off` has one of its own."""
+        return choice
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        """Put the narrower task in the place of the task."""
+        build.task = self.narrow(build.task, choice)
+
+    def validate(self, choice: Any) -> Choice:
+        """A name; a whole number is one, too, as those of an `nn.Sequential` are."""
+        if type(choice) is int:
+            return str(choice)
+        if not isinstance(choice, str) or not choice:
+            raise ValueError("expected a name")
+        return choice
+
+
 class UnsupportedError(Exception):
     """A technique's choice cannot be applied to this model on this device."""
 
@@ -290,17 +373,6 @@ def plain_label(name: str, choice: Choice) -> str:
     if isinstance(choice, bool):
         return name if choice else f"no {name}"
     return f"{name} {choice}"
-
-
-def one_of(choice: Any, choices: Sequence[str]) -> str:
-    """Return `choice` if it is one of `choices`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if not isinstance(choice, str) or choice not in choices:
-        raise ValueError(f"expected one of {', '.join(choices)}")
-    return choice
 
 
 def whole_number(choice: Any, least: int) -> int:

@@ -33,6 +33,11 @@ class Chain:
     blocks: tuple[torch.nn.Module, ...]
     sequential: torch.nn.Sequential | None = None
 
+    @property
+    def larger(self) -> list[torch.nn.Module]:
+        """The blocks that are more than a single layer."""
+        return [block for block in self.blocks if not is_layer(block)]
+
 
 def blocks_of(task: Task, model: torch.nn.Module) -> Chain:
     """The blocks that the task names, else those found in the model.
@@ -80,7 +85,7 @@ def find_chain(model: torch.nn.Module) -> Chain | None:
 
 def _repeated_kind(chain: Chain) -> type[torch.nn.Module] | None:
     """The class that occurs most often among the blocks, single layers aside, if it occurs more than once."""
-    kinds = Counter(type(block) for block in chain.blocks if not is_layer(block)).most_common(1)
+    kinds = Counter(map(type, chain.larger)).most_common(1)
     return kinds[0][0] if kinds and kinds[0][1] > 1 else None
 
 
@@ -100,7 +105,7 @@ def _chains(module: torch.nn.Module) -> Iterator[Chain]:
 
 def _join(chains: list[Chain]) -> Chain:
     """One chain of all the blocks; single layers are left out, since alone they are not worth recomputing."""
-    return Chain(tuple(block for chain in chains for block in chain.blocks if not is_layer(block)))
+    return Chain(tuple(block for chain in chains for block in chain.larger))
 
 
 def _blocks(container: torch.nn.Module) -> Iterator[torch.nn.Module]:

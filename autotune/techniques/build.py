@@ -1,4 +1,4 @@
-"""What techniques see and change: a task to judge, and the session under construction."""
+"""What techniques see and change: a task to judge, the session under construction, and the forward pass of a module."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autotune.lazy import torch
 from autotune.records.config import ALONE, Choice, Config, World
 from autotune.records.device import NOT_MEASURED, Calibration
 
 if TYPE_CHECKING:
-    import torch
-
     from autotune.devices.base import Device
     from autotune.task import Task
 
@@ -107,3 +106,27 @@ class Build:
         found = {"modules": [names[id(module)] for module in modules]}
         self.places[technique] = {**found, **{role: names[id(module)] for role, module in one.items()}}
         return self.places[technique]
+
+
+@dataclass(eq=False)
+class Forward:
+    """The `forward` of one module. An object, not a closure, so that a deep copy of the model computes with its own modules.
+
+    Attributes:
+        original: a forward that was replaced before on this very instance, by the user or a technique.
+    """
+
+    module: torch.nn.Module
+
+    def __post_init__(self) -> None:
+        self.original = vars(self.module).get("forward")
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass as it was before."""
+        if self.original is not None:
+            return self.original(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def trains(self) -> bool:
+        """Whether a backward pass may follow."""
+        return self.module.training and torch.is_grad_enabled()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
 from autotune.techniques.block_chains import blocks_of
-from autotune.techniques.checkpoint_segments import CheckpointSegments
+from autotune.techniques.checkpoint_segments import CheckpointSegments, Contexts, Recomputed
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
-from autotune.techniques.recomputation import Recomputed
 
 # operators of torch.ops.aten: on each device those that it has
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -87,11 +85,10 @@ def keep_costly_results(model: torch.nn.Module) -> None:
             recomputed.keep = _contexts
 
 
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts() -> Contexts:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    first, again = create_selective_checkpoint_contexts(_policy)
-    return first, again
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,20 @@
-"""Activation checkpointing on an unmodified model: parts of it run again in the backward pass."""
+"""Activation checkpointing on an unmodified model: parts of it run again in the backward pass, and keep no activations until then."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
 
+from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Phase, Recomputation, Setting, Technique, UnsupportedError
 from autotune.techniques.block_chains import Chain, blocks_of, is_layer, numbers_up_to
+from autotune.techniques.build import Forward
 from autotune.techniques.frameworks import TRANSFORMERS, At, Lines, Table, Unsaid, words
-from autotune.techniques.recomputation import Checkpointed, Segments
 from autotune.units import plural
 
 if TYPE_CHECKING:
@@ -69,8 +73,7 @@ class CheckpointSegments(Technique):
 
     def why_not(self, setting: Setting) -> str:
         chain = blocks_of(setting.task, setting.model)
-        called = [block for block in chain.blocks if not is_layer(block)]
-        ran = setting.run_order([*called, *([chain.sequential] if chain.sequential else [])])
+        ran = setting.run_order([*chain.larger, *([chain.sequential] if chain.sequential else [])])
         return "" if ran else "the model does not call its repeated blocks as modules"
 
     def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
@@ -98,7 +101,6 @@ class CheckpointSegments(Technique):
 
 def recompute(model: torch.nn.Module, num_segments: int, modules: Sequence[str], sequential: str | None = None) -> None:
     """Replace the forward of blocks, by their names, and of the `Sequential` that holds them."""
-    _switch_off_caches(model)
     sequence = None
     if sequential is not None:
         container: Any = model.get_submodule(sequential)
@@ -110,15 +112,170 @@ def recompute(model: torch.nn.Module, num_segments: int, modules: Sequence[str],
 
 def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:
     """(first, last + 1) block of each segment: a `Sequential` is cut into them, of a list some blocks are one each."""
-    edges = [i * len(chain.blocks) // num_segments for i in range(num_segments + 1)] if num_segments else []
-    if chain.sequential is not None:
-        return tuple(itertools.pairwise(edges))
-    return tuple((start, start + 1) for start in edges[:-1])
+    segments = _cut(len(chain.blocks), num_segments)
+    return segments if chain.sequential is not None else tuple((start, start + 1) for start, _ in segments)
 
 
-def _switch_off_caches(model: torch.nn.Module) -> None:
-    """Key-value caches of Hugging Face models would be appended to a second time; training does not read them."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False) is True:
-            config.use_cache = False
+def _cut(num_blocks: int, num_segments: int) -> tuple[tuple[int, int], ...]:
+    """(first, last + 1) block of each of some segments with nearly equal numbers of blocks."""
+    edges = [number * num_blocks // max(1, num_segments) for number in range(num_segments + 1)]
+    return tuple(itertools.pairwise(edges))
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a pass, and of its recomputation
+Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
+
+
+@dataclass(eq=False)
+class Recomputed(Forward):
+    """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
+
+    Attributes:
+        keep: makes contexts for the first pass and for its recomputation, in which the first keeps some results for the
+            second; None keeps nothing.
+    """
+
+    keep: Callable[[], Contexts] | None = field(default=None, init=False)
+    constant: set[Place] = field(default_factory=set, init=False)
+
+    def checkpoint(self, modules: tuple[torch.nn.Module, ...], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """The result of `function`, which calls `modules` and runs again in the backward pass."""
+        from torch.utils.checkpoint import checkpoint
+
+        def contexts() -> Contexts:
+            before: dict[Place, torch.Tensor] = {}
+            first, again = (nullcontext(), nullcontext()) if self.keep is None else self.keep()
+            first = _within(remember_buffers(modules, before, self.constant), first)
+            return first, _EachTime(partial(copies_stand_in, before), again)
+
+        # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
+        # random state it keeps.
+        names = tuple(kwargs)
+
+        def run(*values: Any) -> Any:
+            positional = values[: len(values) - len(names)]
+            return function(*positional, **dict(zip(names, values[len(positional) :], strict=True)))
+
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+
+@dataclass(eq=False)
+class Checkpointed(Recomputed):
+    """The forward of one block. Inside a segment of its `Sequential` the segment is recomputed, not the block."""
+
+    segments: Segments | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward pass."""
+        if not self.trains() or (self.segments is not None and self.segments.running):
+            return self.call(*args, **kwargs)
+        return self.checkpoint((self.module,), self.call, *args, **kwargs)
+
+
+@dataclass(eq=False)
+class Segments(Recomputed):
+    """The forward of a `Sequential`, cut into segments of nearly equal numbers of children.
+
+    Models may also iterate over a `Sequential` and call its children themselves; then the children's own
+    `Checkpointed` takes effect.
+    """
+
+    num_segments: int
+    running: bool = field(default=False, init=False)  # inside a segment, also when it is recomputed
+
+    def __call__(self, input: Any) -> Any:  # named as in `nn.Sequential.forward`
+        """The forward pass of the `Sequential`."""
+        if not self.trains():
+            return self.call(input)
+        children = tuple(self.module.children())
+        value = input
+        for start, end in _cut(len(children), self.num_segments):
+            value = self.checkpoint(children[start:end], partial(self._run, children[start:end]), value)
+        return value
+
+    def _run(self, modules: tuple[torch.nn.Module, ...], value: Any) -> Any:
+        before, self.running = self.running, True
+        try:
+            for module in modules:
+                value = module(value)
+        finally:
+            self.running = before
+        return value
+
+
+@contextmanager
+def remember_buffers(
+    modules: tuple[torch.nn.Module, ...], before: dict[Place, torch.Tensor], constant: set[Place]
+) -> Iterator[None]:
+    """Around a first pass: remember what the buffers that it changes were before, so that they change once in two passes.
+
+    Running statistics of normalisation layers, the vectors of spectral norm, a codebook: the recomputation starts from
+    the values that the first pass started from, so that it computes the same, and its changes are thrown away. Without
+    this BatchNorm's running statistics are updated twice and gradients do not show it (pytorch issue 96136).
+
+    Args:
+        constant: buffers that passes were seen to leave alone, such as masks; these are not copied. It is kept up to date.
+    """
+    originals = [(place, buffer, buffer._version) for place, buffer in buffers_of(modules).items()]
+    copies = {place: buffer.detach().clone() for place, buffer, _ in originals if place not in constant}
+    try:
+        yield
+    finally:
+        for place, buffer, version in originals:
+            if _buffer(place) is buffer and buffer._version == version and not _may_be_statistics(buffer):
+                constant.add(place)
+            else:
+                constant.discard(place)
+                before[place] = copies.get(place, buffer)
+
+
+def buffers_of(modules: tuple[torch.nn.Module, ...]) -> dict[Place, torch.Tensor]:
+    """Every buffer of the modules and of those inside them."""
+    return {(m, name): b for root in modules for m in root.modules() for name, b in m._buffers.items() if b is not None}
+
+
+@contextmanager
+def copies_stand_in(buffers: Mapping[Place, torch.Tensor]) -> Iterator[None]:
+    """Copies of the given values stand in for buffers; the present buffers come back afterwards."""
+    present = {place: _buffer(place) for place in buffers}
+    for (module, name), value in buffers.items():
+        module._buffers[name] = value.clone()
+    try:
+        yield
+    finally:
+        for (module, name), buffer in present.items():
+            module._buffers[name] = buffer
+
+
+@contextmanager
+def _within(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+class _EachTime(ExitStack):
+    """Makes a new context whenever it is entered: checkpoint has one object for all recomputations of a forward pass.
+
+    There are several where the loss takes derivatives itself, before the backward pass. What was kept is used up by the first.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]], first: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._make = make
+        self._inner = first
+
+    def __enter__(self) -> Self:
+        self.enter_context(self._make())
+        self.enter_context(self._inner)
+        self._inner = nullcontext()
+        return self
+
+
+def _may_be_statistics(buffer: torch.Tensor) -> bool:
+    """Batch normalisation writes its running statistics without counting up their version."""
+    return buffer.dim() == 1 and buffer.is_floating_point()
+
+
+def _buffer(place: Place) -> torch.Tensor | None:
+    module, name = place
+    return module._buffers[name]

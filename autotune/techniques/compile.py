@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from autotune.devices.compiler import why_not_on
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
-from autotune.techniques.block_chains import blocks_of, is_layer
-from autotune.techniques.forward import Forward
+from autotune.techniques.block_chains import blocks_of
+from autotune.techniques.build import Forward
 from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Compile(Technique):
 
     def support(self, setting: Setting) -> Support:
         """What the device's compiler can do, at the price of compiling it."""
-        if reason := why_not_on(setting.device):
+        if reason := setting.device.why_not_compiled():
             return Support(choices=("off",), reason=reason)
         possible = tuple(_SETUP_S) if setting.device.capabilities.triton else ("default",)
         regions = _regions(setting.task, setting.model)
@@ -136,10 +136,9 @@ def compile_forward(model: torch.nn.Module, mode: str, modules: Sequence[str]) -
         module.forward = _Compiled(module, compiled[kind])
 
 
+@dataclass(eq=False)
 class _Compiled(Forward):
-    def __init__(self, module: torch.nn.Module, function: Any) -> None:
-        super().__init__(module)
-        self.function = function
+    function: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self.module, *args, **kwargs)
@@ -148,7 +147,7 @@ class _Compiled(Forward):
 def _regions(task: Task, model: torch.nn.Module, *, recomputed: bool = False) -> list[torch.nn.Module]:
     """The blocks that repeat or are recomputed; the model itself where there are none. A replaced forward stays as it is."""
     try:
-        blocks = [block for block in blocks_of(task, model).blocks if not is_layer(block)]
+        blocks = blocks_of(task, model).larger
     except UnsupportedError:
         blocks = []
     repeated = len(set(map(_kind, blocks))) < len(blocks)

@@ -11,9 +11,9 @@ from autotune.errors import ConfigError
 from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.techniques import Setting, Support, UnsupportedError
+from autotune.techniques.base import Partition
 from autotune.techniques.block_chains import blocks_of
 from autotune.techniques.frameworks import At, Lines, words
-from autotune.techniques.partition import Partition
 from autotune.units import plural
 
 if TYPE_CHECKING:

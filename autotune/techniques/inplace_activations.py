@@ -10,8 +10,8 @@ from autotune.lazy import torch
 from autotune.randomness import keep_randomness
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
+from autotune.techniques.checkpoint_segments import buffers_of, copies_stand_in
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
-from autotune.techniques.recomputation import buffers_of, copies_stand_in
 
 if TYPE_CHECKING:
     from autotune.task import Task

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
-from autotune.techniques.forward import Forward
+from autotune.techniques.build import Forward
 from autotune.techniques.frameworks import At, Lines, words
 
 if TYPE_CHECKING:
@@ -109,10 +110,9 @@ def _replace(heads: Sequence[Any]) -> list[Use]:
     return uses
 
 
+@dataclass(eq=False)
 class _InPieces(Forward):
-    def __init__(self, module: torch.nn.Module, use: Use) -> None:
-        super().__init__(module)
-        self.use = use
+    use: Use
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:  # named as in `nn.Linear.forward`
         from autotune.techniques.tensors.scores import Scores

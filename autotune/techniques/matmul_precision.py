@@ -9,8 +9,8 @@ from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.records.device import FP32, MATMUL, TF32
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique
+from autotune.techniques.amp import worth
 from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
-from autotune.techniques.precision import worth
 
 _TF32_CAPABILITY = (8, 0)
 WORTH = 1.05  # of fp32's rate

@@ -1,18 +1,42 @@
-"""Worker processes that load data while the device computes."""
+"""Worker processes that load data while the device computes, and what all techniques of data loading have in common."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 from dataclasses import replace
+from typing import ClassVar
 
-from autotune.devices import cgroup
-from autotune.devices.contention import processors
-from autotune.records.config import Choice
-from autotune.techniques import Build, Expectation, Factor, Setting, Support
+from autotune.devices import linux
+from autotune.devices.linux import processors
+from autotune.records.config import Choice, Config
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique
 from autotune.techniques.frameworks import Argument, At, Lines, words
-from autotune.techniques.loader_option import LoaderOption
 from autotune.units import plural
+
+
+class LoaderOption(Technique):
+    """An option of `torch.utils.data.DataLoader`, for tasks with a dataset, passed on under the technique's name.
+
+    Attributes:
+        choices: where the task has a dataset.
+        needs_workers: DataLoader refuses it without worker processes.
+    """
+
+    phase = Phase.LOADER
+    keeps_random_masks = True
+    needs_workers: ClassVar[bool] = False
+
+    def why_not(self, setting: Setting) -> str:
+        return "the task has no train_dataset, so nothing is loaded" if setting.task.dataset() is None else ""
+
+    def is_redundant(self, config: Config) -> bool:
+        """Without workers it does nothing where it needs them."""
+        return self.needs_workers and config["num_workers"] == 0
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        if not self.needs_workers or build.config["num_workers"]:
+            build.loader_options[self.name] = choice
 
 
 class NumWorkers(LoaderOption):
@@ -46,7 +70,7 @@ class NumWorkers(LoaderOption):
             return replace(
                 support, reason="every worker of an iterable dataset yields all of it, unless it shards itself"
             )
-        most = math.ceil(min(len(processors()), cgroup.num_processors() or math.inf))
+        most = math.ceil(min(len(processors()), linux.processor_quota() or math.inf))
         return Support(choices=(*self.choices, *(2**power for power in range(1, most.bit_length()))))
 
     def apply(self, build: Build, choice: Choice) -> None:

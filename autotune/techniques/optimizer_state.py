@@ -7,7 +7,6 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from autotune.devices.compiler import why_not_on
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
@@ -145,7 +144,7 @@ def _why_not_low_bit(optimizer: torch.optim.Optimizer, device: Device) -> str:
     for option in ("amsgrad", "maximize", "differentiable"):
         if any(group.get(option) for group in optimizer.param_groups):
             return f"torchao's optimizers do not take {option}=True"
-    return TORCHAO_MISSING if find_spec("torchao") is None else why_not_on(device)
+    return TORCHAO_MISSING if find_spec("torchao") is None else device.why_not_compiled()
 
 
 def _why_not_on_host(optimizer: torch.optim.Optimizer) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autotune.techniques import Expectation, Factor, Switch
 from autotune.techniques.frameworks import Argument, At, Lines, words
-from autotune.techniques.loader_option import LoaderOption
+from autotune.techniques.num_workers import LoaderOption
 
 
 class PersistentWorkers(Switch, LoaderOption):

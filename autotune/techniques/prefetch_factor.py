@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotune.records.config import Choice
 from autotune.techniques import Expectation, Factor
 from autotune.techniques.frameworks import Argument, At, Lines, words
-from autotune.techniques.loader_option import LoaderOption
+from autotune.techniques.num_workers import LoaderOption
 
 
 class PrefetchFactor(LoaderOption):

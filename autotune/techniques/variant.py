@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from autotune.errors import ConfigError
 from autotune.records.config import Choice
 from autotune.techniques import Setting
+from autotune.techniques.base import Partition
 from autotune.techniques.frameworks import At, Lines, words
-from autotune.techniques.partition import Partition
 
 if TYPE_CHECKING:
     from autotune.task import Task

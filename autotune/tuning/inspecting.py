@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.devices.calibration import holds_for
-from autotune.devices.contention import DISTURBED
+from autotune.devices.linux import DISTURBED
 from autotune.errors import AutotuneError, ConfigError, DeviceError, TaskError
 from autotune.records.config import BATCH_KEYS, BatchPlan
 from autotune.records.device import CONVOLUTION, FP32, MATMUL, NOT_MEASURED, Calibration, DeviceInfo

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autotune.errors import AutotuneError
-from autotune.prediction.roofline import Roofline
+from autotune.prediction.time import Roofline
 from autotune.records.config import Config
 from autotune.records.measured import Measured, Rival, front_of
 from autotune.records.outcome import Outcome

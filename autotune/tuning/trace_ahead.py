@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from autotune.devices.targets import target_of
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.records.config import BATCH_SIZE, Config
 from autotune.records.inspection import Inspection
 from autotune.runners.jobs import TraceJob

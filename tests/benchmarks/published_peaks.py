@@ -36,8 +36,7 @@ from rich.table import Table
 
 from autotune import Task
 from autotune.prediction.job import trace_plan
-from autotune.prediction.plan import Plan
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Plan, Traces
 from autotune.techniques import find_techniques
 from autotune.units import MIB
 

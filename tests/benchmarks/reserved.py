@@ -29,8 +29,7 @@ from autotune.devices.targets import Target, gpu_of, target_of
 from autotune.prediction.anatomy import anatomies
 from autotune.prediction.job import trace_plan
 from autotune.prediction.memory import ON_GPU
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.recovery import RAISE
 from autotune.runners.worker import hide_gpus
 from autotune.session import prepare

@@ -89,10 +89,10 @@ def test_a_torch_without_cuda_beside_a_gpu(
 def test_a_driver_that_is_too_old(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autotune.devices import asked, nvml
+    from autotune.devices import instruments, nvml
 
     why = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
-    monkeypatch.setattr("autotune.devices.ask_torch", lambda: asked.Answer(why=why))
+    monkeypatch.setattr("autotune.devices.ask_torch", lambda: instruments.Answer(why=why))
     monkeypatch.setattr("autotune.devices._num_gpus", lambda: 0)
     monkeypatch.setattr("autotune.devices.torch_has_cuda", lambda: True)
     monkeypatch.setattr("autotune.devices.is_there_a_sign_of_a_gpu", lambda: True)

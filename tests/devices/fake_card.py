@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.devices import asked, cuda
+from autotune.devices import cuda, instruments
 from autotune.prediction.allocator import _Block, _CachingAllocator
 from autotune.units import GIB, MIB
 from tests.devices.fake_nvml import FakeNvml, install
@@ -198,9 +198,9 @@ class Machine:
             monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(self.visible))
         monkeypatch.setattr(cuda, "_load_libraries", lambda device: self._process().create_context())
-        told = tuple(asked.describe(torch, index) for index in range(len(self.visible)))
-        monkeypatch.setattr(asked, "_answers", {})
-        monkeypatch.setattr(asked, "_ask", lambda: asked.Answer(gpus=told))
+        told = tuple(instruments.describe(torch, index) for index in range(len(self.visible)))
+        monkeypatch.setattr(instruments, "_answers", {})
+        monkeypatch.setattr(instruments, "_ask", lambda: instruments.Answer(gpus=told))
 
     def process_of(self, index: int, *, releases_in: int = 0) -> Process:
         """End the process that trained, and begin another one on CUDA's GPU `index`, without a context yet."""

@@ -1,5 +1,7 @@
 """The CPU device, in real processes under real limits."""
 
+from __future__ import annotations
+
 import mmap
 import os
 import re
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from autotune.devices import cpu, open_device
-from autotune.devices.oom import attempted_bytes
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import DeviceError
 from tests.arithmetic import needs_bf16_arithmetic
 from tests.devices.processes import in_process
@@ -338,3 +340,17 @@ def test_the_number_of_threads_is_known_before_torch_is_imported(variables):
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     told, actual = run.stdout.split()
     assert told == actual
+
+
+def test_an_allocation_of_more_than_is_free_fails_and_leaves_a_reserve() -> None:
+    allowed_bytes, failed = in_process(_bounded)
+    assert allowed_bytes > 0 and failed
+
+
+def _bounded() -> tuple[int, bool]:
+    allowed_bytes = cpu.bound_host_memory()
+    try:
+        torch.empty(allowed_bytes + cpu._RESERVE_BYTES, dtype=torch.uint8)
+    except RuntimeError:
+        return allowed_bytes, True
+    return allowed_bytes, False

@@ -15,7 +15,7 @@ import torch
 from autotune import prepare
 from autotune.devices import device_named, nvml, open_device
 from autotune.devices.instruments import Instruments
-from autotune.devices.oom import attempted_bytes
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import DeviceError
 from autotune.runners.failure import outcome_of_failure
 from autotune.task import Task

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 import autotune.devices
-from autotune.devices import Telemetry, asked, available, open_device
+from autotune.devices import Telemetry, available, instruments, open_device
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
+from autotune.records.device import DeviceInfo
 from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install
 
 NO_DRIVER = FakeNvml.NVMLError_LibraryNotFound("NVML Shared Library Not Found")
@@ -128,22 +129,23 @@ def answering(monkeypatch, *gpus, why=""):
 
     def ask():
         asked_for.append(1)
-        return asked.Answer(gpus=gpus, why=why)
+        return instruments.Answer(gpus=gpus, why=why)
 
-    monkeypatch.setattr(asked, "_answers", {})
-    monkeypatch.setattr(asked, "_ask", ask)
+    monkeypatch.setattr(instruments, "_answers", {})
+    monkeypatch.setattr(instruments, "_ask", ask)
     return asked_for
 
 
 def seen_by_torch(name, uuid, total_bytes=24 * GIB):
-    return asked.AskedGpu(
-        name=name,
-        uuid=uuid,
+    info = DeviceInfo(
+        name="cuda:0",
+        model=name,
+        total_bytes=total_bytes,
+        free_bytes=total_bytes,
         capability=(8, 9),
         num_multiprocessors=128,
-        free_bytes=total_bytes,
-        total_bytes=total_bytes,
     )
+    return instruments.AskedGpu(uuid=uuid, info=info)
 
 
 def test_of_gpus_that_differ_cuda_says_which_is_the_first(monkeypatch, cuda_build):
@@ -173,7 +175,7 @@ def test_boards_are_enumerated_once_not_at_every_reading(monkeypatch):
 @pytest.fixture
 def device_file(monkeypatch, tmp_path):
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(asked, "_SIGNS", (str(tmp_path / "nvidiactl"),))
+    monkeypatch.setattr(instruments, "_SIGNS", (str(tmp_path / "nvidiactl"),))
 
 
 def test_where_nvml_is_missing_torch_is_asked_for_its_gpus(monkeypatch, cuda_build, device_file):
@@ -216,7 +218,7 @@ def test_torch_is_not_asked_without_a_sign_of_a_gpu_or_where_it_is_hidden(monkey
     asked_for = answering(monkeypatch)
     assert open_device("auto").info().notes == ()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(asked, "_SIGNS", ())
+    monkeypatch.setattr(instruments, "_SIGNS", ())
     assert open_device("auto").info().notes == ()
     assert not asked_for
 
@@ -224,7 +226,7 @@ def test_torch_is_not_asked_without_a_sign_of_a_gpu_or_where_it_is_hidden(monkey
 def test_torch_really_answers_in_a_process_of_its_own():
     import torch
 
-    answer = asked._ask()
+    answer = instruments._ask()
     assert len(answer.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from autotune.devices import nvml, open_device, selftest
-from autotune.devices.compiler import why_not_on
 from autotune.devices.targets import target_of
 from autotune.doctor import verdicts
 from autotune.records.config import ProbeSettings
@@ -68,7 +67,7 @@ def require(capability, what):
 
 def require_compiler():
     """Skip where `torch.compile` lacks something."""
-    if reason := why_not_on(open_device("cuda:0")):
+    if reason := open_device("cuda:0").why_not_compiled():
         pytest.skip(reason)
 
 

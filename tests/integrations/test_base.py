@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 import autotune
-from autotune.devices import cgroup
+from autotune.devices import linux
 from autotune.errors import TaskError
 from autotune.runners.local import LocalRunner
 from autotune.session import prepare
@@ -81,7 +81,7 @@ def test_what_this_process_holds_is_told_where_memory_is_short(
     )
     held_bytes = psutil.Process().memory_info().rss
     free = SimpleNamespace(total=64 * GIB, available=times_held * held_bytes)
-    monkeypatch.setattr(cgroup, "memory_allowance", lambda: None)
+    monkeypatch.setattr(linux, "memory_allowance", lambda: None)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     with LocalRunner(TaskSource.of(task), device="cpu", logs=tmp_path) as runner:
         assert [("this process holds" in note and "iB of host memory" in note) for note in runner.notes] == [

@@ -12,8 +12,7 @@ from torch import nn
 
 from autotune.prediction.fake_steps import TraceError, Tracer
 from autotune.prediction.job import trace_plan
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Purpose, Traces
+from autotune.prediction.traces import Purpose, Traces, plan_traces
 from autotune.records.config import Config
 from autotune.task import Task, load_task
 from autotune.techniques import Technique, find_techniques

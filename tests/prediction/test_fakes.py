@@ -13,8 +13,7 @@ from torch import nn
 from autotune.errors import TaskError
 from autotune.prediction.fakes import Fakes
 from autotune.prediction.job import trace_plan
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.task import Task
 from autotune.task.batches import tensors
 from autotune.techniques import find_techniques

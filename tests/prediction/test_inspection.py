@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autotune.devices.absent import AbsentGpu
 from autotune.devices.cpu import CpuDevice
+from autotune.devices.targets import AbsentGpu
 from autotune.prediction.fakes import inspect_untrained
 from autotune.probe.inspection import inspect_task
 from autotune.records.device import DeviceInfo

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.prediction.cost_fit import Probes, beyond
+from autotune.prediction.cost import Probes, beyond
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.traces import TracedPeak
 from autotune.proposers.acquisition import MAX_OOM_CHANCE

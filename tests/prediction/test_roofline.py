@@ -9,10 +9,8 @@ import torch
 
 from autotune.prediction.job import trace_plan
 from autotune.prediction.memory import MemoryModel
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.roofline import Roofline
-from autotune.prediction.time import TimeModel
-from autotune.prediction.traces import Traces
+from autotune.prediction.time import Roofline, TimeModel
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.proposers.acquisition import Acquisition
 from autotune.records.config import Choice, Config
 from autotune.records.device import NOT_MEASURED, Calibration, Rate

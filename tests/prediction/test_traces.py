@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.prediction.traces import ModelTrace, PeakFit, Piece, Reserved, Traces, UpdateTrace
+from autotune.prediction.traces import (
+    ModelTrace,
+    PeakFit,
+    Piece,
+    Plan,
+    Reserved,
+    Traces,
+    UpdateTrace,
+    allocator_sizes,
+    plan_traces,
+    traced_sizes,
+)
 from autotune.techniques import find_techniques
 
 techniques = find_techniques()
@@ -136,3 +147,58 @@ def test_storages_that_are_too_large_for_the_heap_leave_no_holes_in_it():
     traces = replace(TRACES, models={(): model})
     assert traces.peak(config(8), find_techniques()).volume_bytes == 3 * 8 * 2**20 + 1000
     assert traces.peak(config(32), find_techniques()).volume_bytes == 1000
+
+
+def configs():
+    return [
+        techniques.complete({"batch_size": size, "accumulation_steps": 1, "amp": amp, "optimizer_impl": implementation})
+        for size in (4, 1, 16)
+        for amp in ("bf16", "off")
+        for implementation in ("fused", "default")
+    ]
+
+
+def test_each_group_is_traced_once_plain_training_first():
+    plan = plan_traces(configs(), find_techniques())
+    assert plan.models == ((), (("amp", "bf16"),))
+    assert plan.updates == ((), (("optimizer_impl", "fused"),))
+    assert plan.batch_sizes == (1, 4, 16)
+
+
+def test_what_failed_is_not_tried_again():
+    plan = plan_traces(configs(), find_techniques()).without(Traces(target="cpu", failures={"model: amp=bf16": "why"}))
+    assert plan.labels() == [
+        "model: nothing switched on",
+        "optimizer: nothing switched on",
+        "optimizer: optimizer_impl=fused",
+    ]
+
+
+def test_a_plan_survives_json():
+    plan = plan_traces(configs(), find_techniques())
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+@pytest.mark.parametrize(
+    ("largest", "sample_bytes", "most", "sizes"),
+    [
+        (1024, 100, None, (2, 1024)),
+        (1024, 100, 50_000, (2, 32)),
+        (6, 100, None, (2, 6)),
+        (1, 100, None, (2, 3)),
+        (1024, 10_000_000, None, (2, 6)),
+        (1024, 1e9, None, (2, 3)),
+        (1024, 100, 3, (2, 3)),
+        (2, 100, 2, (1, 2)),
+    ],
+)
+def test_the_smallest_and_the_largest_batch_size_are_traced(largest, sample_bytes, most, sizes):
+    assert traced_sizes(largest, sample_bytes=sample_bytes, most=most) == sizes
+
+
+def test_of_many_batch_sizes_some_in_equal_ratios_are_simulated():
+    assert allocator_sizes((1, 2, 4)) == (1, 2, 4)
+    sizes = allocator_sizes(tuple(range(1, 1025)))
+    assert len(sizes) == 8
+    assert sizes[0] == 1
+    assert sizes[-1] == 1024

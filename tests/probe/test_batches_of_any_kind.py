@@ -8,7 +8,7 @@ import torch
 from autotune.devices import open_device
 from autotune.errors import TaskError
 from autotune.prediction.job import trace_plan
-from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import plan_traces
 from autotune.probe.checks import run_checks
 from autotune.probe.inspection import inspect_task
 from autotune.probe.measure import Run

@@ -8,7 +8,7 @@ from torch.nn import functional
 from autotune.coupling.draws import dropout_off
 from autotune.probe.checks import EXACT_ERROR, run_checks
 from autotune.task import Task
-from autotune.techniques import find_techniques, recomputation
+from autotune.techniques import checkpoint_segments, find_techniques
 from tests.devices.processes import in_process
 from tests.gpu.test_cuda import require
 
@@ -247,7 +247,7 @@ def test_activations_in_place_that_are_used_again_are_caught(monkeypatch):
 
 
 def test_batch_norm_updated_twice_is_caught_by_the_buffers_alone(monkeypatch):
-    monkeypatch.setattr(recomputation, "remember_buffers", lambda *args: torch.enable_grad())
+    monkeypatch.setattr(checkpoint_segments, "remember_buffers", lambda *args: torch.enable_grad())
     check = run_checks(task_of(with_batch_norm), {"checkpoint_segments": 4}, "cpu", batch_size=8)
     assert not check.passed
     assert check.gradient_error <= EXACT_ERROR

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from autotune.devices.compiler import why_not_on
 from autotune.devices.cpu import CpuDevice
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
@@ -102,7 +101,7 @@ def test_what_fails_while_it_is_compiled_is_the_outcome_and_is_not_run(tmp_path:
 def test_generated_code_comes_from_the_cache_within_a_limit_that_the_compiler_exceeds(
     tmp_path: Path, fork: bool
 ) -> None:
-    if reason := why_not_on(CpuDevice()):
+    if reason := CpuDevice().why_not_compiled():
         pytest.skip(reason)
     inductor = MODEL.replace('"aot_eager"', '"inductor"')
     with runner_of(tmp_path, inductor, fork=fork) as runner:

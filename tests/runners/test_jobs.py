@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autotune.prediction.plan import plan_traces
+from autotune.prediction.traces import plan_traces
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import COMPARING, Kind, Outcome
 from autotune.runners import worker

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune import prepare
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.techniques import find_techniques

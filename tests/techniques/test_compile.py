@@ -13,8 +13,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.cudagraph_trees import MarkStepBox
 
 from autotune import prepare
-from autotune.devices import compiler, open_device
-from autotune.devices.absent import AbsentGpu
+from autotune.devices import base, open_device
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.techniques import UnsupportedError, find_techniques
@@ -177,14 +177,14 @@ def test_a_cpu_needs_a_compiler_and_pythons_headers(make_setting: Any, monkeypat
     support = Compile().support(setting)
     assert "no-such-compiler" in support.reason and not support.optional
     monkeypatch.setenv("CXX", "true")
-    monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(base.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     assert "/nowhere/Python.h" in Compile().support(setting).reason
 
 
 def test_it_is_optional_for_its_price_which_grows_with_what_there_is_to_compile(
     make_setting: Any, make_task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_no_compiler", lambda *what: "")
+    monkeypatch.setattr(base, "_no_compiler", lambda *what: "")
 
     def price(task: Task) -> float:
         support = Compile().support(make_setting(task))
@@ -204,14 +204,14 @@ def test_a_gpu_needs_triton_and_a_c_compiler(
 ) -> None:
     info = DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=capability)
     setting = make_setting(KINDS["transformer"](), device=AbsentGpu(info))
-    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    monkeypatch.setattr(base, "find_spec", lambda name: None)
     assert "triton" in Compile().support(setting).reason
-    monkeypatch.setattr(compiler, "find_spec", lambda name: name)
+    monkeypatch.setattr(base, "find_spec", lambda name: name)
     monkeypatch.delenv("CC", raising=False)
     found = {"clang": "/usr/bin/clang"}
-    monkeypatch.setattr(compiler.shutil, "which", found.get)
+    monkeypatch.setattr(base.shutil, "which", found.get)
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(compiler.sysconfig, "get_paths", lambda: {"include": tmp_path})
+    monkeypatch.setattr(base.sysconfig, "get_paths", lambda: {"include": tmp_path})
     support = Compile().support(setting)
     assert len(support.optional) == (3 if capability >= (7, 0) else 0)
     found.clear()
@@ -242,7 +242,7 @@ def test_a_search_gives_its_probe_the_time_to_compile() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_generated_code_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if reason := compiler.why_not_on(open_device("cpu")):
+    if reason := open_device("cpu").why_not_compiled():
         pytest.skip(reason)
     monkeypatch.setattr(module, "BACKEND", "inductor")
     plain, session = (trained(KINDS[kind](), config) for config in ({}, ON))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autotune import prepare
-from autotune.devices import cgroup
+from autotune.devices import linux
 from autotune.techniques import find_techniques
 
 techniques = find_techniques()
@@ -43,9 +43,9 @@ def test_without_a_dataset_there_is_nothing_to_load(name, make_task, make_settin
 def test_workers_go_up_to_the_processors_there_are(make_task, make_setting, monkeypatch):
     setting = make_setting(make_task(linear, train_dataset=Samples))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(cgroup, "num_processors", lambda: None)
+    monkeypatch.setattr(linux, "processor_quota", lambda: None)
     assert TECHNIQUES["num_workers"].support(setting).choices == (0, 1, 2, 4)
-    monkeypatch.setattr(cgroup, "num_processors", lambda: 2.5)
+    monkeypatch.setattr(linux, "processor_quota", lambda: 2.5)
     assert TECHNIQUES["num_workers"].support(setting).choices == (0, 1, 2)
 
 

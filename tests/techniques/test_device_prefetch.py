@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.task.batches import tensors

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.cudnn_benchmark import CudnnBenchmark

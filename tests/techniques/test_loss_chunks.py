@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from autotune import prepare
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.techniques import UnsupportedError, find_techniques

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.devices import open_device
-from autotune.devices.absent import AbsentGpu
+from autotune.devices import Device, open_device
+from autotune.devices.targets import AbsentGpu
 from autotune.records.device import DeviceInfo
 from autotune.techniques import UnsupportedError, find_techniques, optimizer_state
 from autotune.techniques.optimizer_state import OptimizerState
@@ -35,7 +35,7 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def eager(torchao: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_state, "why_not_on", lambda device: "")  # without compiling, no compiler is needed
+    monkeypatch.setattr(Device, "why_not_compiled", lambda device: "")  # without compiling, no compiler is needed
     torch.compiler.set_stance("force_eager")
 
 
@@ -212,7 +212,7 @@ def test_it_says_where_it_does_not_apply(make_setting: Any, make_task: Any, monk
         return OptimizerState().support(make_setting(task, device=device))
 
     gpu = AbsentGpu(GPU)
-    monkeypatch.setattr(optimizer_state, "why_not_on", lambda device: "")
+    monkeypatch.setattr(Device, "why_not_compiled", lambda device: "")
     monkeypatch.setattr(optimizer_state, "find_spec", lambda name: name)
     assert support().optional == LOW_BIT and "cpu: the model trains on the CPU already" in support().reason
     assert support(gpu).optional == (*LOW_BIT, "cpu")
@@ -229,7 +229,7 @@ def test_it_says_where_it_does_not_apply(make_setting: Any, make_task: Any, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", LOW_BIT)
 def test_compiled_steps_lead_as_far(make_task: Any, torchao: Any, choice: str) -> None:
-    if reason := optimizer_state.why_not_on(open_device("cpu")):
+    if reason := open_device("cpu").why_not_compiled():
         pytest.skip(reason)
     sessions = [trained(make_task(wide), other) for other in ("default", choice)]
     assert error(movement(sessions[1]), movement(sessions[0])) < (0.1 if choice == "8bit" else 0.3)

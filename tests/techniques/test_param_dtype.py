@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.devices.absent import AbsentGpu
+from autotune.devices.targets import AbsentGpu
 from autotune.probe.checks import run_checks
 from autotune.techniques import UnsupportedError, find_techniques, param_dtype
 from autotune.techniques.param_dtype import ParamDtype

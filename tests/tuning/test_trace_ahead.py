@@ -11,8 +11,7 @@ import pytest
 
 from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
-from autotune.prediction.plan import plan_traces
-from autotune.prediction.traces import Traces
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.records.config import ProbeSettings
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind

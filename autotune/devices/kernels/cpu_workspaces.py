@@ -6,6 +6,7 @@ Scratchpads that depend on the instruction set (some 100 KiB) are left out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from autotune.devices.kernels.rules import (
     Workspace,
     copies,
     lies_channels_last,
+    round_up,
     size_bytes,
 )
 
@@ -44,9 +46,7 @@ def _casts(args: tuple[Any, ...], result: Any) -> int:
     operands = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 0]
     if len(operands) < 2:
         return 0
-    common = operands[0].dtype
-    for operand in operands[1:]:
-        common = torch.promote_types(common, operand.dtype)
+    common = functools.reduce(torch.promote_types, (operand.dtype for operand in operands))
     cast = [operand for operand in operands if operand.dtype != common and operand.dtype is not torch.bool]
     if result is args[0] and result.dtype != common:
         cast.append(result)
@@ -152,7 +152,7 @@ def _blocked(tensor: torch.Tensor) -> int:
     """Bytes of a copy in oneDNN's layout, in float32 with the channels rounded up."""
     if tensor.dtype is not torch.float32:
         return size_bytes(tensor)
-    return size_bytes(tensor) // tensor.shape[1] * _round_up(tensor.shape[1], _CHANNELS_PER_BLOCK)
+    return size_bytes(tensor) // tensor.shape[1] * round_up(tensor.shape[1], _CHANNELS_PER_BLOCK)
 
 
 def _copied_input(tensor: torch.Tensor) -> int:
@@ -201,18 +201,14 @@ def _lstm_results(args: tuple[Any, ...], result: Any) -> Storages:
         *(state_bytes, state_bytes, rows * _leading_dimension(widest, 4) * 4, rows * hidden * 4, rows * hidden * 4),
         steps * samples * _leading_dimension(hidden, size) * size,
     )
-    return [(result[3], sum(_round_up(array, _PAGE_BYTES) for array in arrays))]
+    return [(result[3], sum(round_up(array, _PAGE_BYTES) for array in arrays))]
 
 
 def _leading_dimension(columns: int, element_bytes: int) -> int:
     """oneDNN's get_good_ld: whole cache lines, and no multiple of 256 elements."""
     line = 64 // element_bytes
-    rounded = _round_up(columns, line)
+    rounded = round_up(columns, line)
     return rounded + line if rounded % 256 == 0 else rounded
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 _WORKSPACES: Mapping[Any, _Peak] = {

@@ -3,6 +3,10 @@
 The rules repeat what torch's host code allocates, in its order, and were compared with the requests that its caching allocator
 gets: a structured kernel has its result before it copies an argument, others after that. What cuDNN takes for itself is not
 among them, but for a guess at the gradients of convolutions.
+
+Several thread blocks may share an output of a reduction (`gpu_reduce_kernel`). Where it has few outputs and many inputs for each (the
+gradient of a bias, batch statistics), they write partial results into a buffer in global memory. Its size follows from how the work
+is divided, `setReduceConfig` in `aten/src/ATen/native/cuda/Reduce.cuh`, which this file repeats.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -17,7 +22,6 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from autotune.devices.kernels.reductions import reduction_bytes
 from autotune.devices.kernels.rules import (
     ResultRule,
     Scratch,
@@ -26,6 +30,7 @@ from autotune.devices.kernels.rules import (
     Workspace,
     copies,
     lies_channels_last,
+    round_up,
     size_bytes,
 )
 from autotune.devices.targets import GpuKind
@@ -48,6 +53,102 @@ def cuda_workspaces(gpu: GpuKind) -> Mapping[Any, Workspace]:
 
 
 # ---------------------------------------------------------------- reductions
+_SUM = 4  # bytes of a partial result: in fp32
+_MOMENTS = 16  # mean, sum of squares and two counts (`WelfordData`)
+_WITH_POSITION = 16  # a value and its index, aligned
+_MAX_THREADS = 512  # of a block that reduces
+_WARP = 32
+_LOADED_TOGETHER = 4  # elements of one vector
+_MIN_VALUES, _MAX_VALUES = 16, 256  # that a thread reduces
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """Neighbouring dimensions that kernels walk through as one: its length, and elements between neighbours."""
+
+    length: int
+    stride: int
+
+
+def reduction_bytes(tensor: torch.Tensor, dims: Sequence[int], partial_bytes: int, gpu: GpuKind) -> Stepped:
+    """Bytes of the buffer with which a reduction of `tensor` over `dims` is shared by thread blocks; 0 where none is.
+
+    Args:
+        dims: those that are reduced; none for all of them.
+        partial_bytes: of one partial result, e.g. 4 of a sum in fp32.
+    """
+    reduced_dims = {dim % max(1, tensor.dim()) for dim in dims} or set(range(tensor.dim()))
+    return Stepped(partial(_buffer_bytes, reduced_dims, partial_bytes, gpu), (*tensor.shape, *tensor.stride()))
+
+
+def _buffer_bytes(reduced_dims: set[int], partial_bytes: int, gpu: GpuKind, layout: tuple[int, ...]) -> int:
+    """Likewise, of a tensor with these lengths and strides."""
+    num_dims = len(layout) // 2
+    lengths, strides = layout[:num_dims], layout[num_dims:]
+    reduced = _axes(lengths, strides, sorted(reduced_dims, key=strides.__getitem__))
+    kept_dims = [dim for dim in reversed(range(num_dims)) if dim not in reduced_dims]  # as in the result
+    kept = _axes(lengths, strides, kept_dims)
+    num_inputs, num_outputs = prod(axis.length for axis in reduced), prod(axis.length for axis in kept)
+    if num_inputs * num_outputs == 0 or not reduced:
+        return 0
+    along_fastest = not kept or reduced[0].stride < kept[0].stride
+    vector = 1
+    if along_fastest:
+        width_limit, height_limit = num_inputs, num_outputs
+        if reduced[0].stride == 1 and num_inputs > 128 and not kept and len(reduced) == 1:
+            width_limit //= _LOADED_TOGETHER
+    else:
+        width_limit, height_limit = num_outputs, num_inputs
+        if kept[0].stride == 1:
+            vector = _vector_of([*reduced, *kept], kept[0])
+            width_limit //= vector
+    width, height = _block(width_limit, height_limit, _MAX_THREADS // vector)
+    step_input, step_output = (width, 1) if along_fastest else (1, width)
+    if -(-num_inputs // step_input) < min(height * _MIN_VALUES, _MAX_VALUES):
+        return 0  # each warp has outputs of its own
+    step_input *= height
+    values = -(-num_inputs // step_input)
+    grid = -(-(num_outputs // vector) // step_output)
+    wanted = gpu.num_multiprocessors * (gpu.threads_per_multiprocessor // (width * height))
+    if values < _MAX_VALUES or grid > wanted:
+        return 0
+    sharing = max(min(-(-wanted // grid), -(-values // _MIN_VALUES)), -(-values // _MAX_VALUES))
+    if sharing <= 1:
+        return 0
+    return partial_bytes * num_outputs * sharing * (1 if along_fastest else width * vector)
+
+
+def _axes(lengths: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> list[_Axis]:
+    """The dimensions in this order, neighbours joined where they lie behind each other."""
+    axes: list[_Axis] = []
+    for dim in dims:
+        length, stride = lengths[dim], strides[dim]
+        if length == 1:
+            continue
+        if axes and axes[-1].stride * axes[-1].length == stride:
+            axes[-1] = _Axis(axes[-1].length * length, axes[-1].stride)
+        else:
+            axes.append(_Axis(length, stride))
+    return axes or [_Axis(1, 1)] if dims else []
+
+
+def _vector_of(axes: Sequence[_Axis], fastest: _Axis) -> int:
+    """How many neighbouring outputs a thread reduces at once: as many as every row begins at a multiple of."""
+    vector = _LOADED_TOGETHER
+    for number in (fastest.length, *(axis.stride for axis in axes if axis is not fastest)):
+        while number % vector:
+            vector //= 2
+    return vector
+
+
+def _block(width_limit: int, height_limit: int, max_threads: int) -> tuple[int, int]:
+    width_limit, height_limit = (
+        max_threads if limit >= max_threads else 2 ** max(0, limit.bit_length() - 1)
+        for limit in (width_limit, height_limit)
+    )
+    width = min(width_limit, _WARP)
+    height = min(height_limit, max_threads // width)
+    return min(width_limit, max_threads // height), height
 
 
 def _reduction(gpu: GpuKind, dims_at: int, partial_bytes: int, args: tuple[Any, ...], result: Any) -> Scratch:
@@ -67,10 +168,6 @@ def _logsumexp(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> Scratch:
     tensor, dims = args[:2]
     return Scratch(after=((size_bytes(tensor), reduction_bytes(tensor, list(dims), _SUM, gpu)),))
 
-
-_SUM = 4  # bytes of a partial result: in fp32
-_MOMENTS = 16  # mean, sum of squares and two counts (`WelfordData`)
-_WITH_POSITION = 16  # a value and its index, aligned
 
 # by operator: which argument holds the dimensions, and bytes of a partial result
 _REDUCTIONS: Mapping[Any, tuple[int, int]] = {
@@ -156,9 +253,8 @@ def _flash_attention_backward(args: tuple[Any, ...], result: Any) -> Scratch:
     """
     grad_output, query, key, output = args[0], args[1], args[2], args[4]
     batch_size, num_heads, length, head_dim = query.shape
-    length = -(-length // 128) * 128
-    multiple = 32 if head_dim <= 128 else 64
-    head_dim = -(-head_dim // multiple) * multiple
+    length = round_up(length, 128)
+    head_dim = round_up(head_dim, 32 if head_dim <= 128 else 64)
     rows_bytes = 4 * batch_size * num_heads * length
     for_each_head = num_heads // key.shape[1] * size_bytes(key) if key.shape[1] < num_heads else 0
     return Scratch(
@@ -192,7 +288,7 @@ def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: A
     num_bytes = tiles * (4 * rows * columns + 16)
     if is_short and head_dim > 128:
         num_splits = max(1, min(-(-num_keys // 64), 200 // num_heads))  # of the keys, where there are few heads
-        num_bytes += 2 * 4 * num_splits * 64 * (-(-head_dim // 128) * 128)
+        num_bytes += 2 * 4 * num_splits * 64 * round_up(head_dim, 128)
     row_sums = 4 * num_heads * length
     products = () if is_short else ((4 * query.numel(), row_sums, row_sums),)
     return Scratch(before=copies(grad_output.transpose(1, 2)), after=(*products, (row_sums, num_heads * num_bytes)))
@@ -225,7 +321,7 @@ def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> Scratch:
 def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
     num_segments = min(num_indices, num_rows)
     num_parts = num_indices // _ROWS_AT_ONCE + num_segments
-    return 8 * (3 * num_indices + 2 * num_segments + num_parts) + 4 * num_parts * (-(-width // 32) * 32)
+    return 8 * (3 * num_indices + 2 * num_segments + num_parts) + 4 * num_parts * round_up(width, 32)
 
 
 def _softmax_backward(args: tuple[Any, ...], result: Any) -> Scratch:
@@ -281,13 +377,13 @@ CUDA_RESULTS: Mapping[Any, ResultRule] = {_aten.native_dropout.default: _mask_fi
 _NUM_HANDLES = 2  # of cuBLAS, one for each thread that computes products: the one that trains, and autograd's own
 
 
-def cublas_workspaces(gpu: GpuKind, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
+def cublas_workspaces(gpu: GpuKind) -> tuple[int, ...]:
     """Bytes of each workspace of cuBLAS, which torch takes from its caching allocator and keeps.
 
     As `getChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` chooses them: CUBLAS_WORKSPACE_CONFIG says it, as in
     `:4096:8`: eight buffers of 4096 KiB. Without it data centre GPUs since Hopper get 32 MiB.
     """
-    said = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     size_bytes = 32 * MIB if gpu.capability[0] in (9, 10) else 8 * MIB + 128 * KIB
     if said:
         size_bytes = sum(int(kib) * int(number) for kib, number in said) * KIB

@@ -73,7 +73,12 @@ class Hidden:
 
 def size_bytes(tensor: torch.Tensor) -> int:
     """Bytes of its elements."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
+
+
+def round_up(number: int, multiple: int) -> int:
+    """To the next multiple."""
+    return -(-number // multiple) * multiple
 
 
 def copies(*tensors: Any) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotune.devices import Device
-from autotune.devices.contention import DISTURBED
+from autotune.devices.linux import DISTURBED
 from autotune.probe.observers.base import Observer
 from autotune.records.outcome import Measurement
 

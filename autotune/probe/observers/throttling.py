@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from autotune.devices import Device
-from autotune.devices.contention import DISTURBED
+from autotune.devices.linux import DISTURBED
 from autotune.probe.observers.base import Observer
 from autotune.records.outcome import THROTTLED, Measurement
 

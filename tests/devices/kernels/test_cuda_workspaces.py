@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
-from autotune.devices.kernels.reductions import reduction_bytes
-from autotune.devices.kernels.workspaces import hidden_allocations
+from autotune.devices.kernels import hidden_allocations
+from autotune.devices.kernels.cuda_workspaces import reduction_bytes
 from autotune.devices.targets import GpuKind, gpu_of, target_of
 from autotune.task.batches import to_device
 from autotune.units import KIB

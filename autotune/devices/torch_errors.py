@@ -10,9 +10,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from autotune.devices import cgroup
 from autotune.lazy import torch_if_imported
 
 _ALLOCATION_FAILED = re.compile(
@@ -114,21 +112,6 @@ def missing_kernel(error: BaseException) -> str:
             if is_librarys(link) and (found := pattern.match(str(link))):
                 return f"{told}: {found[0]}"
     return ""
-
-
-def kernel_oom_kills() -> int:
-    """Number of processes that the kernel's out-of-memory killer has killed in this control group, or else on this machine.
-
-    A rise distinguishes a SIGKILL by the kernel from one by a user. 0 if the kernel does not count.
-    """
-    kills = cgroup.num_oom_kills()
-    if kills is not None:
-        return kills
-    try:
-        lines = Path("/proc/vmstat").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,16 +1,21 @@
-"""Limits of control groups, read from trees of files as kernels and containers lay them out, and from a real one."""
+"""What Linux says of memory, of control groups, and of others on the processors; a process's own threads are not taken for others."""
 
 import contextlib
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from autotune.devices import cgroup, open_device
-from autotune.devices.oom import kernel_oom_kills
-from tests.devices.processes import in_process
+from autotune.devices import linux, open_device
+from autotune.devices.linux import ProcessorWatch, kernel_oom_kills
+from tests.devices.processes import CONTEXT, in_process
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 
 MIB, GIB = 2**20, 2**30
 V2_MOUNT = "29 23 0:26 {root} /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate"
@@ -39,15 +44,15 @@ def v1(root, name, files, *, path="/docker/1234", mount_root="/"):
 
 def test_without_a_limit_there_is_no_allowance(tmp_path):
     unlimited = {"job.slice/train.scope/memory.max": "max", "job.slice/train.scope/memory.current": "1000"}
-    assert cgroup.memory_allowance(v2(tmp_path / "v2", unlimited)) is None
+    assert linux.memory_allowance(v2(tmp_path / "v2", unlimited)) is None
     unlimited = {"docker/1234/memory.limit_in_bytes": str(2**63 - 4096), "docker/1234/memory.usage_in_bytes": "1000"}
-    assert cgroup.memory_allowance(v1(tmp_path / "v1", "memory", unlimited)) is None
+    assert linux.memory_allowance(v1(tmp_path / "v1", "memory", unlimited)) is None
 
 
 def test_without_control_groups_there_is_no_allowance(tmp_path):
-    assert cgroup.memory_allowance(tmp_path) is None
-    assert cgroup.num_processors(tmp_path) is None
-    assert cgroup.num_oom_kills(tmp_path) is None
+    assert linux.memory_allowance(tmp_path) is None
+    assert linux.processor_quota(tmp_path) is None
+    assert linux.kernel_oom_kills(tmp_path) == 0
 
 
 def test_reclaimable_file_cache_is_free_in_v2(tmp_path):
@@ -57,7 +62,7 @@ def test_reclaimable_file_cache_is_free_in_v2(tmp_path):
         f"{group}/memory.current": str(6 * GIB),
         f"{group}/memory.stat": f"anon {2 * GIB}\nactive_file {GIB}\ninactive_file {2 * GIB}\nslab_reclaimable {GIB}",
     }
-    assert cgroup.memory_allowance(v2(tmp_path, files)) == cgroup.MemoryAllowance(8 * GIB, 6 * GIB)
+    assert linux.memory_allowance(v2(tmp_path, files)) == linux.MemoryAllowance(8 * GIB, 6 * GIB)
 
 
 def test_reclaimable_file_cache_is_free_in_v1(tmp_path):
@@ -66,7 +71,7 @@ def test_reclaimable_file_cache_is_free_in_v1(tmp_path):
         "docker/1234/memory.usage_in_bytes": str(6 * GIB),
         "docker/1234/memory.stat": f"total_active_file {GIB}\ntotal_inactive_file {2 * GIB}\ninactive_file 5",
     }
-    assert cgroup.memory_allowance(v1(tmp_path, "memory", files)) == cgroup.MemoryAllowance(8 * GIB, 5 * GIB)
+    assert linux.memory_allowance(v1(tmp_path, "memory", files)) == linux.MemoryAllowance(8 * GIB, 5 * GIB)
 
 
 def test_the_tightest_of_all_ancestors_counts(tmp_path):
@@ -77,28 +82,28 @@ def test_the_tightest_of_all_ancestors_counts(tmp_path):
         "job.slice/memory.high": str(4 * GIB),  # above it the kernel throttles and reclaims
         "job.slice/memory.current": str(3 * GIB),
     }
-    assert cgroup.memory_allowance(v2(tmp_path, files)) == cgroup.MemoryAllowance(4 * GIB, GIB)
+    assert linux.memory_allowance(v2(tmp_path, files)) == linux.MemoryAllowance(4 * GIB, GIB)
 
 
 def test_a_container_that_sees_only_its_own_part_of_the_tree(tmp_path):
     files = {"memory.limit_in_bytes": str(GIB), "memory.usage_in_bytes": "0"}
-    expected = cgroup.MemoryAllowance(GIB, GIB)
-    assert cgroup.memory_allowance(v1(tmp_path / "same", "memory", files, mount_root="/docker/1234")) == expected
-    assert cgroup.memory_allowance(v1(tmp_path / "other", "memory", files, mount_root="/elsewhere")) == expected
-    assert cgroup.memory_allowance(v1(tmp_path / "hidden", "memory", files)) == expected
+    expected = linux.MemoryAllowance(GIB, GIB)
+    assert linux.memory_allowance(v1(tmp_path / "same", "memory", files, mount_root="/docker/1234")) == expected
+    assert linux.memory_allowance(v1(tmp_path / "other", "memory", files, mount_root="/elsewhere")) == expected
+    assert linux.memory_allowance(v1(tmp_path / "hidden", "memory", files)) == expected
 
 
 def test_processor_quotas_of_both_versions(tmp_path):
-    assert cgroup.num_processors(v2(tmp_path / "2", {"job.slice/cpu.max": "150000 100000"})) == 1.5
-    assert cgroup.num_processors(v2(tmp_path / "none", {"job.slice/cpu.max": "max 100000"})) is None
+    assert linux.processor_quota(v2(tmp_path / "2", {"job.slice/cpu.max": "150000 100000"})) == 1.5
+    assert linux.processor_quota(v2(tmp_path / "none", {"job.slice/cpu.max": "max 100000"})) is None
     files = {"docker/1234/cpu.cfs_quota_us": "200000", "docker/1234/cpu.cfs_period_us": "100000"}
-    assert cgroup.num_processors(v1(tmp_path / "1", "cpu", files)) == 2
+    assert linux.processor_quota(v1(tmp_path / "1", "cpu", files)) == 2
     files["docker/1234/cpu.cfs_quota_us"] = "-1"
-    assert cgroup.num_processors(v1(tmp_path / "1", "cpu", files)) is None
+    assert linux.processor_quota(v1(tmp_path / "1", "cpu", files)) is None
 
 
 def test_more_threads_than_the_quota_allows_are_noted(monkeypatch):
-    monkeypatch.setattr(cgroup, "num_processors", lambda: 0.4)
+    monkeypatch.setattr(linux, "processor_quota", lambda: 0.4)
     (note,) = open_device("cpu").info().notes
     assert "0.4 processors" in note
     assert "OMP_NUM_THREADS=1" in note
@@ -106,9 +111,9 @@ def test_more_threads_than_the_quota_allows_are_noted(monkeypatch):
 
 def test_kills_are_counted_in_both_versions(tmp_path):
     events = {"job.slice/train.scope/memory.events": "low 0\noom 3\noom_kill 2"}
-    assert cgroup.num_oom_kills(v2(tmp_path / "2", events)) == 2
+    assert linux.kernel_oom_kills(v2(tmp_path / "2", events)) == 2
     control = {"docker/1234/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 5"}
-    assert cgroup.num_oom_kills(v1(tmp_path / "1", "memory", control)) == 5
+    assert linux.kernel_oom_kills(v1(tmp_path / "1", "memory", control)) == 5
 
 
 @pytest.fixture
@@ -154,3 +159,82 @@ def test_a_real_group_limits_what_there_is_and_its_kills_are_seen(real_group):
     assert exit_code == -signal.SIGKILL
     assert num_kills == 1
     assert worker_is_oom
+
+
+def hog(core):
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+def work(seconds):
+    matrix = torch.ones(128, 128)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        matrix @ matrix
+
+
+def contention_on_core(core, num_threads):
+    """What is seen of others, and the share of the core that this process did not get, which it always wants."""
+    os.sched_setaffinity(0, {core})
+    device = open_device("cpu")
+    work(0.1)  # the first products take what is no work
+    device.start_measuring()
+    began_s, used_s = time.monotonic(), time.process_time()
+    threads = [threading.Thread(target=work, args=(0.6,)) for _ in range(num_threads - 1)]
+    for thread in threads:
+        thread.start()
+    work(0.6)
+    share = device.contention()
+    lacked = 1 - (time.process_time() - used_s) / (time.monotonic() - began_s)
+    for thread in threads:
+        thread.join()
+    return share, lacked
+
+
+def test_an_equal_process_on_the_same_core_is_seen_and_nothing_but_what_others_take():
+    core = min(os.sched_getaffinity(0))
+    lone, lone_lacked = in_process(contention_on_core, core, 1)
+    other = CONTEXT.Process(target=hog, args=(core,), daemon=True)
+    other.start()
+    try:
+        crowded, crowded_lacked = in_process(contention_on_core, core, 1)
+    finally:
+        other.kill()
+        other.join()
+    assert 0.2 < crowded < 1
+    assert crowded == pytest.approx(crowded_lacked, abs=0.1)
+    assert lone == pytest.approx(lone_lacked, abs=0.1)  # whoever else is on this machine
+
+
+def test_threads_that_wait_for_threads_of_their_own_process_are_not_contention():
+    share, lacked = in_process(contention_on_core, min(os.sched_getaffinity(0)), 4)
+    assert share < lacked + 0.1  # though each waits three quarters of the time
+
+
+def test_a_thread_that_ended_does_not_disturb_the_measurement():
+    device = open_device("cpu")
+    before = threading.Thread(target=work, args=(0.05,))
+    before.start()
+    device.start_measuring()
+    before.join()
+    during = threading.Thread(target=work, args=(0.05,))
+    during.start()
+    during.join()
+    assert 0 <= device.contention() <= 1
+
+
+def write_ticks(proc, busy, stolen):
+    lines = [f"cpu{core} {busy} 0 0 1000 0 0 0 {stolen} 0 0" for core in os.sched_getaffinity(0)]
+    (proc / "stat").write_text("\n".join(["cpu 0 0 0 0 0 0 0 0 0 0", *lines]))
+
+
+def test_time_that_a_hypervisor_gave_to_others_counts(tmp_path):
+    write_ticks(tmp_path, busy=100, stolen=10)
+    watch = ProcessorWatch(proc=tmp_path)
+    write_ticks(tmp_path, busy=400, stolen=110)
+    assert watch.share(1) == pytest.approx(0.25)
+
+
+def test_a_kernel_that_counts_nothing_gives_zero(tmp_path):
+    assert ProcessorWatch(proc=tmp_path).share(1) == 0
