@@ -88,7 +88,7 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
             judges = TRAINING_CHECKS if task is TASKS[0] else {}
             yield from (_line(line, facts, judge) for line, judge in judges.items())
             yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
-    yield _line("compiler", {"missing": why_not_on(opened)}, verdicts.judge_compiler)
+    yield _line("compiler", {"missing": opened.why_not_compiled()}, verdicts.judge_compiler)
     yield _line("study", checks.write_database(), verdicts.judge_study)
     machine = {"device_kind": opened.kind, "processor": platform.machine().lower()}
     yield _line("tested before", machine, verdicts.judge_tested)
