@@ -31,6 +31,7 @@ from autotune.integrations.words import find_changes, read, search, words_of_cha
 from autotune.records.batch_plan import ACCUMULATION, BATCH_KEYS, BATCH_SIZE
 from autotune.records.config import Choice
 from autotune.records.result import Result
+from autotune.records.world import ALONE
 from autotune.session import Ready, prepare
 from autotune.task import Task
 from autotune.task.adapters import is_lightning
@@ -160,7 +161,7 @@ def _switch_on(
     state, packed = dict(optimizer.state), optimizer.state_dict()["state"]
     optimizer.state.clear()  # as each technique expects it
     try:
-        ready = prepare(live, {**plan, **found}, device=device, on_oom="raise").ready
+        ready = prepare(live, {**plan, **found}, device=device, on_oom="raise", world=ALONE).ready
     finally:
         for module, was_training in modes:
             module.training = was_training

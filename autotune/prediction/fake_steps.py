@@ -27,6 +27,7 @@ from autotune.prediction.traces import Purpose
 from autotune.records.batch_plan import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE
 from autotune.records.calibration import Work
 from autotune.records.config import Choice, Config
+from autotune.records.world import ALONE
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -135,7 +136,7 @@ class Tracer:
         unseen = (Phase.LOADER, Phase.PROCESS)  # by what is allocated
         off = {t.name: t.off for t in self.techniques.values() if t.phase in unseen}
         config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
-        return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE)
+        return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE, world=ALONE)
 
 
 class Run:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from autotune.devices.base import Device
     from autotune.task import Task
+    from autotune.techniques.spread import Spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Setting:
         global_batch: samples per optimizer step, or None when the user left it open.
         dataset_size: samples in the training set, or None without a dataset.
         calibration: what was measured of the device; nothing, where it is not the machine's own.
+        world: the processes that are to train together; the model is not spread over them yet.
     """
 
     task: Task
@@ -41,6 +43,7 @@ class Setting:
     global_batch: int | None
     dataset_size: int | None
     calibration: Calibration = NOT_MEASURED
+    world: World = ALONE
 
     def try_step(self, batch: Any) -> None:
         """Run the model forward as training does. A task's own `train_step` is run whole, and moves the parameters."""
@@ -82,6 +85,10 @@ class Build:
         one_micro_batch: why a step can take only one micro batch; empty where it can take several.
         unrepeatable: why a step that ran out of memory cannot be taken again; empty where it can.
         places: technique -> what it found in the model to act on: names of modules by their role.
+        ddp_options: keyword arguments for `DistributedDataParallel`, where copies of the model are spread.
+        fsdp_options: the same for `fully_shard`.
+        spread: how the model is spread over the processes of a world; None in a world of one.
+        optimizers: applied in order to the task's optimizer as soon as it exists; each returns the one to take its place.
     """
 
     task: Task
@@ -98,6 +105,10 @@ class Build:
     one_micro_batch: str = ""
     unrepeatable: str = ""
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    fsdp_options: dict[str, Any] = field(default_factory=dict)
+    spread: Spread | None = None
+    optimizers: list[Callable[[Any], Any]] = field(default_factory=list)
 
     def acting_on(self, technique: str, modules: Iterable[torch.nn.Module], **one: torch.nn.Module) -> dict[str, Any]:
         """Write into `places` what a technique acts on, by its names for `get_submodule`.
