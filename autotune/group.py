@@ -53,6 +53,21 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
     )
 
 
+class Together:
+    """What the processes of a world must decide alike: each takes the largest of what they found, so all go on, or all stop."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._size, self._device = world.size, device
+
+    def largest(self, value: float) -> float:
+        """The largest of the processes' values; they wait for each other."""
+        if self._size == 1:
+            return value
+        values = torch.tensor(float(value), dtype=torch.float64, device=self._device)
+        distributed.all_reduce(values, distributed.ReduceOp.MAX)
+        return float(values)
+
+
 def sum_over(values: torch.Tensor) -> torch.Tensor:
     """The sum of tensors of one shape over the processes of the group, on their device."""
     distributed.all_reduce(values)

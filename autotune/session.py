@@ -16,10 +16,10 @@ from torch.utils.data import DistributedSampler
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluator import Evaluator
+from autotune.group import join, launched_device, launched_world, sum_over
 from autotune.randomness import seed_everything
 from autotune.records.config import Choice, Config
-from autotune.records.world import ALONE, World
-from autotune.group import join, launched_device, launched_world, sum_over
+from autotune.records.world import World
 from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.shares import OrderShare, share_out
 from autotune.task import Task, load_task
@@ -372,7 +372,9 @@ def _spread_out(build: Build, techniques: Techniques) -> None:
     if build.world.size == 1:
         return
     if build.task.takes_whole_steps:
-        raise UnsupportedError("the task's own step is run as it is, and gradients of several processes are averaged inside it")
+        raise UnsupportedError(
+            "the task's own step is run as it is, and gradients of several processes are averaged inside it"
+        )
     join(build.world, build.device.torch_device)
     with torch.no_grad():
         for tensor in itertools.chain(build.model.parameters(), build.model.buffers()):

@@ -92,7 +92,7 @@ def inspect_task(
             coupling = _coupling(task, model, opened, baseline.plan_in(world), first, comparing_s)
             report(Progress())
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
-    setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration)
+    setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration, world)
     batch = _batch_support(setting, baseline.plan_in(world), coupling)
     warning = batch.reason if batch.stays_whole else batch.sizes_reason if batch.optional_sizes else ""
     return Inspection(
@@ -131,6 +131,7 @@ def _setting(
     baseline: Config,
     dataset_size: int | None,
     calibration: dict[str, Any] | None,
+    world: World,
 ) -> Setting:
     """What techniques are asked about."""
     return Setting(
@@ -143,6 +144,7 @@ def _setting(
         global_batch=task.global_batch,
         dataset_size=dataset_size,
         calibration=Calibration.from_dict(calibration or {}),
+        world=world,
     )
 
 

@@ -36,7 +36,7 @@ def measure_modules(task: Task, config: Config, device: Device, world: World = A
     task.dataset()  # made before, so that it does not count
     held: list[int] = []
     with _allocations(device, held):
-        session = prepare(task, config, device=device, world=world, on_oom=RAISE)
+        session = prepare(task, config, device=device, world=ALONE, on_oom=RAISE)
         # all micro batches of a step are there while it runs; from the second one on they hold no more than that
         batch = [(task.batch(config.batch_size), config.batch_size) for _ in range(config.accumulation_steps)]
         for _ in range(2):  # the first step allocates the optimizer's state

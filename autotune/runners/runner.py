@@ -21,6 +21,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.progress import Progress
 from autotune.records.settings import ProbeSettings
 from autotune.records.slot import Slot
+from autotune.records.world import ALONE, World
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job, ProbeJob, R, TraceJob
 from autotune.techniques import Techniques, find_techniques
@@ -110,8 +111,10 @@ class Runner(ABC):
         task_name: of the task; it names the study.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
+        world: the processes that train a config together.
     """
 
+    world: World = ALONE
     keeps_traces: bool = True
     slowest_start: float = 1.0
     task_name: str

@@ -88,7 +88,9 @@ class Parallel(Technique):
                 raise UnsupportedError(f"parallel={choice}: {build.world.size} processes make no groups of {number}")
             sizes = (build.world.size // number, number)
         mesh = init_device_mesh(kind, sizes)
-        build.spread = shards(build, _blocks(build.task, build.model), mesh=mesh, reshard=choice != FSDP_GRAD, **build.fsdp_options)
+        build.spread = shards(
+            build, _blocks(build.task, build.model), mesh=mesh, reshard=choice != FSDP_GRAD, **build.fsdp_options
+        )
 
 
 def _blocks(task: Task, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
@@ -122,7 +124,10 @@ def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         raise UnsupportedError(f"parallel={ZERO1}: {reason}")
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
-    groups = [{name: value for name, value in group.items() if name == "params" or name in known} for group in optimizer.param_groups]
+    groups = [
+        {name: value for name, value in group.items() if name == "params" or name in known}
+        for group in optimizer.param_groups
+    ]
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **defaults)
 
@@ -130,7 +135,9 @@ def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _why_not_sharded(optimizer: Any) -> str:
     """Why an optimizer cannot be made anew over a share of its parameters; empty where it can."""
     if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim."):
-        return f"{type(optimizer).__name__} is not one of torch's own optimizers, and may not be made anew from its groups"
+        return (
+            f"{type(optimizer).__name__} is not one of torch's own optimizers, and may not be made anew from its groups"
+        )
     if optimizer.state:
         return "the optimizer has state already"
     return ""

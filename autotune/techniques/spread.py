@@ -60,9 +60,7 @@ def copies(build: Build) -> Spread:
     return Spread(ddp, lambda is_last: nullcontext() if is_last else ddp.no_sync())
 
 
-def shards(
-    build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: bool, **options: Any
-) -> Spread:
+def shards(build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: bool, **options: Any) -> Spread:
     """A shard of each parameter in each process: FSDP2's `fully_shard` of each block, and of what is left.
 
     Args:

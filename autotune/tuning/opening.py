@@ -84,6 +84,7 @@ def open_search(
             runner = LocalRunner(
                 source,
                 device=options.device,
+                devices=options.devices,
                 logs=kept.place.logs,
                 import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
                 compiled=kept.place.compiled,
@@ -244,6 +245,7 @@ def _inspect(shared: _Shared, options: SearchOptions, budget: Budget) -> Inspect
         calibration=shared.calibration,
         trained=trained,
         comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
+        world=shared.runner.world,
     )
     with budget.split("inspection"):
         inspection = inspect_within(shared.runner, job, shared.limit_bytes)
