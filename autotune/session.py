@@ -358,9 +358,9 @@ def prepare(
     _apply(build, techniques, Phase.MODEL)
     _spread_out(build, techniques)
     build.optimizer = build.task.optimizer(build.model)
+    _apply(build, techniques, Phase.OPTIMIZER)
     for change in build.optimizers:
         build.optimizer = change(build.optimizer)
-    _apply(build, techniques, Phase.OPTIMIZER)
     _apply(build, techniques, Phase.LOADER)
     if world.size > 1:
         seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
@@ -370,6 +370,8 @@ def prepare(
 def _spread_out(build: Build, techniques: Techniques) -> None:
     """Spread the model over the processes of its world, from equal parameters: as the config says, else copies of it."""
     if build.world.size == 1:
+        for name, choice in techniques.switched_on(build.config, Phase.SPREAD):
+            raise UnsupportedError(f"{name}={choice}: it needs several processes, and there is one")
         return
     if build.task.takes_whole_steps:
         raise UnsupportedError(

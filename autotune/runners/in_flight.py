@@ -145,6 +145,8 @@ class InFlight:
         found, rank = (None, None) if ended["timed_out"] else self._answer(ended)
         of_rank = "" if rank is None else f"rank {rank}: "
         if found is None:
+            if rank is not None:
+                ended = ended | {"exit_code": ended["exit_codes"][rank]}
             kind, cause = self._how_it_ended(ended, printed)
             cause = of_rank + cause
             ended_early = Outcome(

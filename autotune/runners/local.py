@@ -115,7 +115,7 @@ class OneSlotRunner(Runner):
 
     def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What the worker's function for this job takes."""
-        together = isinstance(job, MeasureJob) and self.world.size > 1
+        together = isinstance(job, MeasureJob) and job.world.size > 1
         return {"device": self._slot if together else self._device.name, **job.arguments()}
 
 

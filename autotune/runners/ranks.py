@@ -48,9 +48,10 @@ def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
     first counts.
     """
     spoke = {one.rank: one for one in told}
-    bad = [rank for rank, code in enumerate(ended["exit_codes"]) if code and rank not in ended["killed"]]
-    silent = [rank for rank in bad if rank not in spoke]
-    return min(silent or bad, key=lambda rank: spoke[rank].ended_s if rank in spoke else rank, default=None)
+    by_itself = [rank for rank in range(len(ended["exit_codes"])) if rank not in ended["killed"]]
+    silent = [rank for rank in by_itself if rank not in spoke]
+    failed = [rank for rank in by_itself if ended["exit_codes"][rank]]
+    return min(silent or failed, key=lambda rank: spoke[rank].ended_s if rank in spoke else rank, default=None)
 
 
 def measured_together(measurements: Sequence[Measurement]) -> Measurement:

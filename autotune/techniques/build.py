@@ -88,7 +88,7 @@ class Build:
         ddp_options: keyword arguments for `DistributedDataParallel`, where copies of the model are spread.
         fsdp_options: the same for `fully_shard`.
         spread: how the model is spread over the processes of a world; None in a world of one.
-        optimizers: applied in order to the task's optimizer as soon as it exists; each returns the one to take its place.
+        optimizers: applied in order to the optimizer once techniques have set it up; each returns the one to take its place.
     """
 
     task: Task

@@ -68,14 +68,13 @@ class Parallel(Technique):
         return tuple(choices)
 
     def conflict(self, config: Config) -> str:
-        return ""
+        other = config[self.name] != DDP and config["optimizer_state"] != "default"
+        return "a shard of the state is not kept in another way: leave optimizer_state at its default" if other else ""
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
         return "what several processes hold is not traced"
 
     def apply(self, build: Build, choice: Choice) -> None:
-        if build.world.size == 1:
-            raise UnsupportedError(f"parallel={choice}: it needs several processes, and there is one")
         if choice == ZERO1:
             build.optimizers.append(shard_state)
             return
@@ -100,7 +99,7 @@ def _blocks(task: Task, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
     except UnsupportedError:
         return ()
     held: dict[int, int] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for _, parameter in model.named_parameters(remove_duplicate=False):
         held[id(parameter)] = held.get(id(parameter), 0) + 1
     alone = []
     for block in blocks:
