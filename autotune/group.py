@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -66,6 +67,13 @@ class Together:
         values = torch.tensor(float(value), dtype=torch.float64, device=self._device)
         distributed.all_reduce(values, distributed.ReduceOp.MAX)
         return float(values)
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes of the group, in their order; they travel pickled."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
 
 
 def sum_over(values: torch.Tensor) -> torch.Tensor:

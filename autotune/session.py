@@ -21,7 +21,7 @@ from autotune.randomness import seed_everything
 from autotune.records.config import Choice, Config
 from autotune.records.world import World
 from autotune.recovery import HALVE, RAISE, Recovery
-from autotune.shares import OrderShare, share_out
+from autotune.shares import OrderShare, own_samples, share_out
 from autotune.task import Task, load_task
 from autotune.task.adapters import accumulates
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
@@ -182,11 +182,42 @@ class Session:
             )
         if is_dataset:
             options = {name: value for name, value in self._loader_options.items() if name != "sampler"}
+            data = own_samples(data, self.world)
             data = (
                 StepBatch([pair])
                 for pair in _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
             )
         return self.evaluator.means(data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be kept to go on later: of model, optimizer and scaler, by the model's own names.
+
+        In a world of several processes it is this process's part: `torch.distributed.checkpoint.save(session.state_dict(),
+        checkpoint_id=folder)` in all of them keeps the whole. To go on, in a world of any size: `state = session.state_dict()`,
+        `torch.distributed.checkpoint.load(state, checkpoint_id=folder)`, `session.load_state_dict(state)`.
+        """
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, _stepping(self.optimizer))
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"model": model, "optimizer": optimizer, **scaler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has kept.
+
+        Args:
+            state: as `state_dict` returns it.
+        """
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self.model,
+            _stepping(self.optimizer),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
 
     def update(self) -> None:
         """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`.
@@ -221,6 +252,11 @@ class Session:
                 "what session.loader yields, or give the micro batches that you made: "
                 "`session.step(StepBatch((make_batch(n), n) for ...))` with autotune.task.batches.StepBatch"
             ) from None
+
+
+def _stepping(optimizer: Any) -> Any:
+    """The optimizer that has the state: of one that is sharded by whole parameters, that of this process's share."""
+    return getattr(optimizer, "optim", optimizer)
 
 
 class Ready:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.utils.data import DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler, Subset
 
 from autotune.records.world import World
 
@@ -83,6 +83,23 @@ class StreamShare(IterableDataset[Any]):
         if not isinstance(self._stream, Sized):
             raise TypeError(f"{type(self._stream).__name__} has no length")
         return len(self._stream) // self._world.data_parallel
+
+
+def own_samples(dataset: Any, world: World) -> Any:
+    """This process's samples of a dataset, each of which one process has: as many as there are, evenly or not."""
+    if world.data_parallel == 1:
+        return dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return _Every(dataset, world)
+    return Subset(dataset, range(world.group, len(dataset), world.data_parallel))
+
+
+class _Every(IterableDataset[Any]):
+    def __init__(self, stream: Any, world: World) -> None:
+        self._stream, self._world = stream, world
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._stream), self._world.group, None, self._world.data_parallel)
 
 
 def _device() -> torch.device:

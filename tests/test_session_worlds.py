@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint
 
 from autotune.records.world import ALONE, World
 from autotune.session import Session, prepare
@@ -314,3 +316,46 @@ def test_shards_that_travel_in_bf16_train_alike_in_every_process(ranks: Ranks) -
 def test_an_option_of_shards_is_none_of_copies(ranks: Ranks) -> None:
     assert "an option of sharded parameters" in ranks.run(refusal, {"shard_dtype": "bf16"})[0]
     assert "an option of copies of the model" in ranks.run(refusal, {"parallel": "fsdp", "bucket_mb": 5})[0]
+
+
+def evaluated(world: World, config: Mapping[str, Any]) -> dict[str, float]:
+    """Of nine lines, which two processes share unevenly."""
+    session = prepare(task(), config, device="cpu", world=world)
+    x, y = samples(9)
+    return session.evaluate(torch.utils.data.TensorDataset(x, y), batch_size=2)
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+def test_what_is_evaluated_is_the_mean_over_all_samples_of_all_processes(ranks: Ranks, parallel: str) -> None:
+    alone = evaluated(ALONE, {"batch_size": 16})
+    for found in ranks.run(evaluated, {"batch_size": 4, "parallel": parallel}):
+        assert found == pytest.approx(alone)
+
+
+def saved(world: World, config: Mapping[str, Any], folder: str) -> None:
+    session = prepare(task(), config, device="cpu", world=world)
+    x, y = samples(16)
+    session.step((x[world.rank :: world.size], y[world.rank :: world.size]))
+    checkpoint.save(session.state_dict(), checkpoint_id=folder, no_dist=world.size == 1)
+
+
+def resumed(world: World, config: Mapping[str, Any], folder: str) -> tuple[list[float], dict[str, Any]]:
+    session = prepare(task(), config, device="cpu", world=world)
+    state = session.state_dict()
+    checkpoint.load(state, checkpoint_id=folder, no_dist=world.size == 1)
+    session.load_state_dict(state)
+    x, y = samples(16, seed=1)
+    return steps(session, [(x[world.rank :: world.size], y[world.rank :: world.size])])
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+def test_what_a_world_saves_another_goes_on_with(ranks: Ranks, parallel: str, tmp_path: Path) -> None:
+    config = {"batch_size": 8, "parallel": parallel}
+    uninterrupted = prepare(task(), {"batch_size": 16}, device="cpu", world=ALONE)
+    uninterrupted.step(samples(16))
+    expected = steps(uninterrupted, [samples(16, seed=1)])
+    ranks.run(saved, config, str(tmp_path / "two"))
+    same([resumed(ALONE, {"batch_size": 16}, str(tmp_path / "two"))], expected, 1e-5)
+    same(ranks.run(resumed, config, str(tmp_path / "two")), expected, 1e-5)
+    saved(ALONE, {"batch_size": 16}, str(tmp_path / "one"))
+    same(ranks.run(resumed, config, str(tmp_path / "one")), expected, 1e-5)

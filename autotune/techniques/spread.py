@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,19 @@ class Spread:
         around: runs a function of the model and a batch, with the collectives that belong to it.
         synchronizing: the context of a micro batch's passes, given whether its gradients are the last of the step: only then
             are they put together.
+        gathers: every forward pass needs all processes, which gather what they hold shards of.
     """
 
     def __init__(
-        self, around: Callable[..., Any], synchronizing: Callable[[bool], AbstractContextManager[Any]]
+        self,
+        around: Callable[..., Any],
+        synchronizing: Callable[[bool], AbstractContextManager[Any]],
+        *,
+        gathers: bool,
     ) -> None:
         self.run = around
         self.synchronizing = synchronizing
+        self.gathers = gathers
 
 
 def copies(build: Build) -> Spread:
@@ -57,7 +63,7 @@ def copies(build: Build) -> Spread:
     around = Around(build.model)
     found = next(unreached(build), None) is not None
     ddp = nn.parallel.DistributedDataParallel(around, find_unused_parameters=found, **build.ddp_options)
-    return Spread(ddp, lambda is_last: nullcontext() if is_last else ddp.no_sync())
+    return Spread(ddp, lambda is_last: nullcontext() if is_last else ddp.no_sync(), gathers=False)
 
 
 def shards(build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: bool, **options: Any) -> Spread:
@@ -80,7 +86,7 @@ def shards(build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: boo
         around.set_requires_gradient_sync(is_last)
         return nullcontext()
 
-    return Spread(around, synchronizing)
+    return Spread(around, synchronizing, gathers=True)
 
 
 def unreached(build: Build) -> Iterator[nn.Parameter]:
@@ -109,8 +115,3 @@ def _leaves(node: Any) -> Iterator[int]:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-def parameters_of(blocks: Iterable[nn.Module]) -> set[int]:
-    """The ids of the parameters in some modules."""
-    return {id(parameter) for block in blocks for parameter in block.parameters()}
