@@ -13,7 +13,7 @@ from torch import distributed
 from autotune.errors import ConfigError
 from autotune.records.world import ALONE, World
 
-BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl"}  # what is decided together does not wait for the device
 WAIT_S = 600.0  # for a peer, as torch waits by default for NCCL
 
 
@@ -54,11 +54,16 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
     )
 
 
+def host_or(device: torch.device) -> torch.device:
+    """Where what is decided together is put together: on the host, where the group can, else on the device that it is for."""
+    return torch.device("cpu") if "gloo" in distributed.get_backend() or device.type == "cpu" else device
+
+
 class Together:
     """What the processes of a world must decide alike: each takes the largest of what they found, so all go on, or all stop."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._size, self._device = world.size, device
+        self._size, self._device = world.size, device if world.size == 1 else host_or(device)
 
     def largest(self, value: float) -> float:
         """The largest of the processes' values; they wait for each other."""

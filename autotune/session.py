@@ -360,7 +360,8 @@ def prepare(
             else, and `halve` raises, too: the first time it compares the gradient of a few samples with that of their
             halves. To be able to restore, `halve` takes
             note of the state before each step. That takes processor time which probes do not measure: some 0.05 ms a step,
-            and 0.1 ms with 800 parameters and 100 buffers.
+            and 0.1 ms with 800 parameters and 100 buffers. In a world of several processes it raises: the others are
+            somewhere in the same step, and whoever launched them ends them.
         world: the processes that train the model together, this one among them: the global batch is what all of them take.
             None for the world that this process was launched into (`torchrun`), whose process group it joins.
 
@@ -400,7 +401,10 @@ def prepare(
     _apply(build, techniques, Phase.LOADER)
     if world.size > 1:
         seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
-    return Session(build, Recovery(build) if on_oom == HALVE else None)
+    halves = (
+        on_oom == HALVE and world.size == 1
+    )  # the others of a world are somewhere in a step that cannot be taken back
+    return Session(build, Recovery(build) if halves else None)
 
 
 def _spread_out(build: Build, techniques: Techniques) -> None:

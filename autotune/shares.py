@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler, Subset
 
+from autotune.group import gather
 from autotune.records.world import World
 
 
@@ -27,14 +27,13 @@ def share_out(dataset: Any, options: dict[str, Any], world: World, batch_size: i
         return dataset, options
     if isinstance(dataset, IterableDataset):
         return StreamShare(dataset, world), options
-    seed = torch.randint(2**31, ())
-    distributed.broadcast(seed_on_device := seed.to(_device()), 0)
+    (seed, *_) = gather(int(torch.randint(2**31, ())))
     sampler: Any = options.get("sampler")
     place = {"num_replicas": world.data_parallel, "rank": world.group}
     if sampler is None:
-        shared: Any = DistributedSampler(dataset, **place, seed=int(seed_on_device))
+        shared: Any = DistributedSampler(dataset, **place, seed=seed)
     else:
-        shared = OrderShare(sampler, world, batch_size, seed=int(seed_on_device))
+        shared = OrderShare(sampler, world, batch_size, seed=seed)
     return dataset, {**options, "sampler": shared}
 
 
@@ -100,7 +99,3 @@ class _Every(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._stream), self._world.group, None, self._world.data_parallel)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if distributed.get_backend() == "nccl" else "cpu")

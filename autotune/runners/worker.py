@@ -70,7 +70,7 @@ class Channel:
 
     def offer(self, message: dict[str, Any]) -> None:
         """Send one short message, or drop it where nobody reads the pipe and it is full: it must not hold up training."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
         try:
             with contextlib.suppress(BlockingIOError):
                 os.write(descriptor, json.dumps(message).encode() + b"\n")  # whole or not at all, up to PIPE_BUF bytes

@@ -80,13 +80,15 @@ class Parallel(Technique):
             return
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes, kind = (build.world.size,), build.device.torch_device.type
+        sizes: tuple[int, ...] = (build.world.size,)
         if hybrid := _HYBRID.fullmatch(str(choice)):
             number = int(hybrid[1])
             if build.world.size % number:
                 raise UnsupportedError(f"parallel={choice}: {build.world.size} processes make no groups of {number}")
             sizes = (build.world.size // number, number)
-        mesh = init_device_mesh(kind, sizes)
+        mesh = init_device_mesh(
+            build.device.torch_device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]
+        )
         build.spread = shards(
             build, _blocks(build.task, build.model), mesh=mesh, reshard=choice != FSDP_GRAD, **build.fsdp_options
         )

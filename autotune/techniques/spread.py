@@ -62,7 +62,10 @@ def copies(build: Build) -> Spread:
     """
     around = Around(build.model)
     found = next(unreached(build), None) is not None
-    ddp = nn.parallel.DistributedDataParallel(around, find_unused_parameters=found, **build.ddp_options)
+    # parameters are equal by now: it would send them once more
+    ddp = nn.parallel.DistributedDataParallel(
+        around, find_unused_parameters=found, init_sync=False, **build.ddp_options
+    )
     return Spread(ddp, lambda is_last: nullcontext() if is_last else ddp.no_sync(), gathers=False)
 
 
