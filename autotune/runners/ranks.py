@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.records.outcome import Measurement
+from autotune.records.outcome import Kind, Measurement
+
+# as NCCL and gloo say it
+_LOST_PEER = re.compile(r"remote process exited|[Cc]onnection (?:closed|reset) by peer|pair closure|Broken pipe")
 
 
 def rank_file(channel: str, rank: int) -> str:
@@ -28,6 +32,12 @@ class Told:
     answer: dict[str, Any]
     ended_s: float
 
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it failed because another rank was gone."""
+        outcome = self.answer.get("outcome", {})
+        return outcome.get("kind") == Kind.ERROR and _LOST_PEER.search(outcome["cause"]) is not None
+
 
 def read_ranks(channel: str, size: int) -> list[Told]:
     """What the ranks above 0 have told."""
@@ -45,13 +55,16 @@ def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
     """The rank that ended the others; None where all ended well, or were ended together.
 
     A rank that died without a word comes before those that told of an error: they may have lost it. Of several errors the
-    first counts.
+    first counts, after those that tell of a lost peer, which has an error of its own.
     """
     spoke = {one.rank: one for one in told}
     by_itself = [rank for rank in range(len(ended["exit_codes"])) if rank not in ended["killed"]]
     silent = [rank for rank in by_itself if rank not in spoke]
     failed = [rank for rank in by_itself if ended["exit_codes"][rank]]
-    return min(silent or failed, key=lambda rank: spoke[rank].ended_s if rank in spoke else rank, default=None)
+    causes = [rank for rank in failed if rank in spoke and not spoke[rank].lost_peer]
+    return min(
+        silent or causes or failed, key=lambda rank: spoke[rank].ended_s if rank in spoke else rank, default=None
+    )
 
 
 def measured_together(measurements: Sequence[Measurement]) -> Measurement:

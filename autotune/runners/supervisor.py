@@ -29,6 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _NO_TASK: dict[str, Any] = {"no_fork": "", "global_batch": None, "baseline": None, "trained": {}}  # a command trains
+_LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
@@ -217,8 +218,13 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
     pids = [_fork(task, ranked, inbox.connection) if task is not None else _spawn(ranked) for ranked in _ranks(request)]
     ended_by, running = "exit", dict(enumerate(pids))
     statuses: dict[int, int | None] = {}
-    while running and ended_by == "exit" and not any(statuses.values()):
-        ended_by, ready = _wait([*running.values()], deadline, inbox)
+    while running and ended_by == "exit":
+        failed = any(statuses.values())  # another that fails, too, may tell why this one did
+        until = min(deadline, time.monotonic() + _LAST_WORDS_S) if failed else deadline
+        ended_by, ready = _wait([*running.values()], until, inbox)
+        if failed and ended_by == "timeout":
+            ended_by = "exit"
+            break
         for rank, pid in [*running.items()]:
             if pid in ready:
                 statuses[rank] = _end(running.pop(rank))
