@@ -181,7 +181,11 @@ def _run_one(
     source = TaskSource.of(task).with_global_batch(options.global_batch)
     place = logs / source.name
     local = LocalRunner(
-        source, device=options.device, logs=place.with_suffix(".logs"), compiled=place.with_suffix(".compiled")
+        source,
+        device=options.device,
+        devices=options.devices,
+        logs=place.with_suffix(".logs"),
+        compiled=place.with_suffix(".compiled"),
     )
     free_bytes = local.slots()[0].device.free_bytes  # before a supervisor holds what each probe's limit counts, too
     with local as runner:
@@ -189,12 +193,14 @@ def _run_one(
             memory_limit_bytes=options.memory_limit_bytes or free_bytes,
             num_steps=num_steps,
             timeout_s=options.timeout_s,
+            world=runner.world,
         )
         complete = _complete(config, runner)
         job = InspectJob(
             memory_limit_bytes=settings.memory_limit_bytes,
             timeout_s=settings.timeout_s,
             trained=runner.techniques.trained(complete),
+            world=runner.world,
         )
         with contextlib.suppress(JobFailed):  # why, the probe will tell better
             inspection = runner.run(job)
@@ -393,4 +399,6 @@ def _total_bytes(device: str) -> int:
 def _complete(config: Mapping[str, Choice], runner: Runner) -> Config:
     """A full config, with the baseline's batch where it names none. Raises ConfigError."""
     stated = runner.stated
-    return runner.techniques.complete(config, global_batch=stated.global_batch, baseline=stated.baseline)
+    return runner.techniques.complete(
+        config, global_batch=stated.global_batch, baseline=stated.baseline, world=runner.world
+    )

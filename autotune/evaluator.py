@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from autotune.errors import TaskError
+from autotune.group import Together, gather
 from autotune.randomness import keep_randomness
 from autotune.recovery import Halving
 from autotune.task.batches import CannotCutError, StepBatch, split
 from autotune.techniques.build import Build
 
+_NONE = object()  # in the place of a batch
 _UNCUT = 2**62  # samples, which no batch has
 
 
@@ -27,12 +29,21 @@ class Evaluator:
 
     def __init__(self, build: Build, ready: Callable[[Any], AbstractContextManager[Any]], *, halves: bool) -> None:
         self._task, self._model, self._device = build.task, build.model, build.device
+        self._spread, self._together = build.spread, Together(build.world, build.device.torch_device)
         self._validation = build.task.validation(build.model)
         self._ready = ready
+        halves = halves and not self._gathers  # all processes take as many passes
         self._halving = Halving(build.task, "batch", "it is evaluated") if halves else None
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether every pass needs all processes of the world."""
+        return self._spread is not None and self._spread.gathers
 
     def means(self, batches: Iterable[Any]) -> dict[str, float]:
         """The means of what the task evaluates over the batches in which it does, weighted by the terms of their mean loss.
+
+        In a world of several processes they are over the batches of all, each of which gives its own.
 
         Random states and the modules' modes are those from before at the end.
 
@@ -45,7 +56,7 @@ class Evaluator:
         at_the_end: dict[str, float] = {}
         counts = False
         with keep_randomness(self._device.torch_device), self.mode():
-            for batch in batches:
+            for batch in self._in_step(batches):
                 for part, size in self._sized(batch):
                     for values, weight in self._evaluated(part, size):
                         counts = True
@@ -55,6 +66,8 @@ class Evaluator:
             if self._validation is not None and counts:
                 with torch.inference_mode():
                     at_the_end = self._validation.at_the_end()
+        if self._spread is not None:
+            totals, weights, at_the_end, counts = _over_all(totals, weights, at_the_end, counts)
         if not counts:
             raise TaskError(
                 "nothing was evaluated: no batch was given, or none has a term in its mean loss; give a loader that "
@@ -64,10 +77,29 @@ class Evaluator:
 
     def values(self, batch: Any) -> dict[str, torch.Tensor]:
         """What the task evaluates of one batch: scalars by name."""
-        with torch.inference_mode(), self._ready(batch) as ready:
-            if self._validation is not None:
-                return self._validation.of_batch(ready)
-            return self._task.evaluate(self._model, ready)
+        validation = self._validation
+        of_batch: Callable[[torch.nn.Module, Any], dict[str, torch.Tensor]] = (
+            self._task.evaluate if validation is None else lambda model, ready: validation.of_batch(ready)
+        )
+        # what is gathered in inference mode could not be trained with afterwards
+        without_gradient = torch.no_grad() if self._gathers else torch.inference_mode()
+        with without_gradient, self._ready(batch) as ready:
+            if self._spread is None:
+                return of_batch(self._model, ready)
+            found: dict[str, torch.Tensor] = self._spread.run(of_batch, ready)
+            return found
+
+    def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches. Where every pass needs all processes, one that has none left passes a sample that does not count."""
+        if not self._gathers:
+            yield from batches
+            return
+        own = iter(batches)
+        while self._together.largest((batch := next(own, _NONE)) is not _NONE):
+            if batch is _NONE:
+                self.values(self._task.small_batch(1))
+            else:
+                yield batch
 
     def begin(self) -> None:
         """Let the model evaluate from here on."""
@@ -117,6 +149,8 @@ class Evaluator:
                 continue
             weight = self._task.weight(part, size)
             if not weight:  # the mean over nothing is NaN
+                if self._gathers:
+                    self.values(part)
                 continue
             try:
                 values = self.values(part)
@@ -132,3 +166,17 @@ class Evaluator:
                 yield values, weight
                 continue
             self._device.give_back()
+
+
+def _over_all(
+    totals: dict[str, Any], weights: dict[str, float], at_the_end: dict[str, float], counts: bool
+) -> tuple[dict[str, float], dict[str, float], dict[str, float], bool]:
+    """The same over all processes. What one gives at the end, with no weight, counts as much as what another does."""
+    found = gather(({name: float(total) for name, total in totals.items()}, weights, at_the_end, counts))
+    added: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
+    for *parts, _ in found:
+        for sums, part in zip(added, parts, strict=True):
+            for name, value in part.items():
+                sums[name] = sums.get(name, 0.0) + value
+    ends = sum(bool(end) for *_, end, _ in found)
+    return added[0], added[1], {name: value / ends for name, value in added[2].items()}, any(one[-1] for one in found)

@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import distributed
+from torch.utils.data import DistributedSampler
 
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluator import Evaluator
-from autotune.records.config import ALONE, Choice, Config, World
+from autotune.group import join, launched_device, launched_world, sum_over
+from autotune.randomness import seed_everything
+from autotune.records.config import Choice, Config, World
 from autotune.recovery import HALVE, RAISE, Recovery
+from autotune.shares import OrderShare, own_samples, share_out
 from autotune.task import Task, load_task
 from autotune.task.adapters import set_accumulation
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import shares_of
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
-from autotune.techniques.build import Build
+from autotune.techniques.build import Build, Spread
+from autotune.techniques.spread import copies
 
 
 class Session:
@@ -50,6 +56,7 @@ class Session:
         self.optimizer = build.optimizer
         self.scaler = build.scaler
         self.places = build.places
+        self._spread = build.spread
         self.loader = StepLoader(build)
         self.ready = Ready(build)
         self._one_micro_batch = build.one_micro_batch
@@ -100,6 +107,8 @@ class Session:
                 f"this batch makes {len(micro_batches)} micro batches, but {self._one_micro_batch}; step on at most "
                 f"{self.config.batch_size} samples"
             )
+        if self._spread is not None:
+            return self._accumulate_together(micro_batches, self._spread)
         self._position, shares = 0, [1.0]
         if len(micro_batches) > 1:  # of one alone no terms are counted, which would wait for the device
             shares = shares_of(list(map(self.task.weight, micro_batches, micro_batches.sizes)))
@@ -107,17 +116,43 @@ class Session:
         for self._position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
             if share == 0:  # the mean over nothing is NaN, and zero times that as well
                 continue
-            loss = self.loss(micro)
-            if share != 1:
-                loss = loss * share
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            total = total + loss.detach()  # in the wider of the two types
+            total = total + self._backward(micro, share)  # in the wider of the two types
         return total
+
+    def _backward(self, micro_batch: Any, share: Any = 1.0) -> torch.Tensor:
+        """Add the gradient of a micro batch's share of the loss to the parameters' gradients. Returns that share."""
+        loss = self.loss(micro_batch)
+        if isinstance(share, torch.Tensor) or share != 1:
+            loss = loss * share
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return loss.detach()
+
+    def _accumulate_together(self, micro_batches: StepBatch, spread: Spread) -> torch.Tensor:
+        """`accumulate` over all processes of the world, each with as many micro batches as the others.
+
+        Gradients are averaged over the processes, so that each weights its micro batches by their terms, times the number of
+        processes, over the terms of all. A micro batch without terms is replaced by a sample that counts for nothing: the
+        others wait for its part in their collectives.
+        """
+        weights = list(map(self.task.weight, micro_batches, micro_batches.sizes))
+        of_all = sum_over(torch.tensor([sum(weights), float(len(weights))], device=self.device))
+        shares = torch.tensor(weights, device=self.device) * (self.world.size / of_all[0])
+        total = torch.zeros((), device=self.device)
+        for self._position, (micro, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+            with spread.synchronizing(self._position == len(weights) - 1):
+                counted = micro if weight else self.task.small_batch(1)
+                total = total + self._backward(counted, shares[self._position])
+        return sum_over(total / self.world.size)
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""
         with self.ready(micro_batch) as ready:
-            return self.task.loss(self.model, ready)
+            run = self._spread.run if self._spread is not None else self._alone
+            loss: torch.Tensor = run(self.task.loss, ready)
+            return loss
+
+    def _alone(self, function: Callable[[torch.nn.Module, Any], Any], batch: Any) -> Any:
+        return function(self.model, batch)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
         """Evaluate the model, in the config's precision and `torch.inference_mode`, without changing how training goes on.
@@ -149,11 +184,42 @@ class Session:
             )
         if is_dataset:
             options = {name: value for name, value in self._loader_options.items() if name != "sampler"}
+            data = own_samples(data, self.world)
             data = (
                 StepBatch([pair])
                 for pair in _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
             )
         return self.evaluator.means(data)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be kept to go on later: of model, optimizer and scaler, by the model's own names.
+
+        In a world of several processes it is this process's part: `torch.distributed.checkpoint.save(session.state_dict(),
+        checkpoint_id=folder)` in all of them keeps the whole. To go on, in a world of any size: `state = session.state_dict()`,
+        `torch.distributed.checkpoint.load(state, checkpoint_id=folder)`, `session.load_state_dict(state)`.
+        """
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, _stepping(self.optimizer))
+        scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+        return {"model": model, "optimizer": optimizer, **scaler}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has kept.
+
+        Args:
+            state: as `state_dict` returns it.
+        """
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(
+            self.model,
+            _stepping(self.optimizer),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        if self.scaler is not None and "scaler" in state:
+            self.scaler.load_state_dict(state["scaler"])
 
     def update(self) -> None:
         """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`.
@@ -190,6 +256,11 @@ class Session:
             ) from None
 
 
+def _stepping(optimizer: Any) -> Any:
+    """The optimizer that has the state: of one that is sharded by whole parameters, that of this process's share."""
+    return getattr(optimizer, "optim", optimizer)
+
+
 class Ready:
     """Gives a micro batch on the device as techniques want it, within their contexts. It holds nothing of the session."""
 
@@ -218,11 +289,14 @@ class StepLoader:
         self._task = build.task
         dataset = build.task.dataset()
         self._batch_streams = tuple(build.batch_streams)
+        self._epoch = 0
         self._micro_loader: torch.utils.data.DataLoader[Any] | None = None
         if dataset is not None:
-            ordered = isinstance(dataset, torch.utils.data.IterableDataset) or "sampler" in build.loader_options
+            dataset, options = share_out(dataset, build.loader_options, build.world, build.config.batch_size)
+            self._sampler = options.get("sampler")
+            ordered = isinstance(dataset, torch.utils.data.IterableDataset) or self._sampler is not None
             self._micro_loader = _micro_loader(
-                build.task, dataset, build.config.batch_size, shuffle=None if ordered else True, **build.loader_options
+                build.task, dataset, build.config.batch_size, shuffle=None if ordered else True, **options
             )
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -238,6 +312,9 @@ class StepLoader:
     def micro_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield single micro batches, before they are grouped, and how many samples each holds."""
         if self._micro_loader is not None:
+            if isinstance(self._sampler, DistributedSampler | OrderShare):
+                self._sampler.set_epoch(self._epoch)
+            self._epoch += 1
             batches: Iterator[tuple[Any, int]] = iter(self._micro_loader)
             for stream in self._batch_streams:
                 batches = stream(batches)
@@ -270,7 +347,7 @@ def prepare(
     device: str | Device = "auto",
     global_batch: int | None = None,
     on_oom: Literal["halve", "raise"] = HALVE,
-    world: World = ALONE,
+    world: World | None = None,
 ) -> Session:
     """Make a task ready to train with a config: exactly what a probe measures.
 
@@ -285,8 +362,10 @@ def prepare(
             else, and `halve` raises, too: the first time it compares the gradient of a few samples with that of their
             halves. To be able to restore, `halve` takes
             note of the state before each step. That takes processor time which probes do not measure: some 0.05 ms a step,
-            and 0.1 ms with 800 parameters and 100 buffers.
+            and 0.1 ms with 800 parameters and 100 buffers. In a world of several processes it raises: the others are
+            somewhere in the same step, and whoever launched them ends them.
         world: the processes that train the model together, this one among them: the global batch is what all of them take.
+            None for the world that this process was launched into (`torchrun`), whose process group it joins.
 
     Raises:
         TaskError: the model file is not valid, or one of its functions returns something unsuitable.
@@ -300,6 +379,7 @@ def prepare(
     if not isinstance(config, Config | Mapping):
         raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
     techniques = find_techniques()
+    world = launched_world() if world is None else world
     config = techniques.complete(config, global_batch=task.global_batch, world=world, baseline=task.baseline)
     if config.accumulation_steps > 1 and task.takes_whole_steps:
         raise UnsupportedError(
@@ -308,18 +388,44 @@ def prepare(
         )
     if on_oom not in (HALVE, RAISE):
         raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
-    opened = open_device(device) if isinstance(device, str) else device
+    opened = open_device(launched_device(device) if world.size > 1 else device) if isinstance(device, str) else device
     build = Build(task=task, device=opened, config=config, world=world)
     build.device.enter()
     _apply(build, techniques, Phase.TASK)
     _apply(build, techniques, Phase.PROCESS)
     build.model = build.task.model().to(build.device.torch_device)
     _apply(build, techniques, Phase.MODEL)
-    _apply(build, techniques, Phase.SPREAD)
+    _spread_out(build, techniques)
     build.optimizer = build.task.optimizer(build.model)
     _apply(build, techniques, Phase.OPTIMIZER)
+    for change in build.optimizers:
+        build.optimizer = change(build.optimizer)
     _apply(build, techniques, Phase.LOADER)
-    return Session(build, Recovery(build) if on_oom == HALVE else None)
+    if world.size > 1:
+        seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
+    halves = (
+        on_oom == HALVE and world.size == 1
+    )  # the others of a world are somewhere in a step that cannot be taken back
+    return Session(build, Recovery(build) if halves else None)
+
+
+def _spread_out(build: Build, techniques: Techniques) -> None:
+    """Spread the model over the processes of its world, from equal parameters: as the config says, else copies of it."""
+    if build.world.size == 1:
+        for name, choice in techniques.switched_on(build.config, Phase.SPREAD):
+            raise UnsupportedError(f"{name}={choice}: it needs several processes, and there is one")
+        return
+    if build.task.takes_whole_steps:
+        raise UnsupportedError(
+            "the task's own step is run as it is, and gradients of several processes are averaged inside it"
+        )
+    join(build.world, build.device.torch_device)
+    with torch.no_grad():
+        for tensor in itertools.chain(build.model.parameters(), build.model.buffers()):
+            distributed.broadcast(tensor.detach(), 0)
+    _apply(build, techniques, Phase.SPREAD)
+    if build.spread is None:
+        build.spread = copies(build)
 
 
 def _apply(build: Build, techniques: Techniques, phase: Phase) -> None:

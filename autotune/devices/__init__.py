@@ -26,6 +26,7 @@ __all__ = [
     "available",
     "capabilities_of",
     "device_named",
+    "name_devices",
     "open_device",
     "require_linux",
 ]
@@ -69,6 +70,35 @@ def open_device(name: str) -> Device:
     if not torch_has_cuda():
         raise DeviceError(f"the device {name!r} cannot be used: {_why_not_used(num_gpus)}")
     return CudaDevice(index)
+
+
+def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
+    """The names of the devices that train together, one for each process.
+
+    Args:
+        devices: a number of them, `all`, or those themselves: `cuda:0,1`, `cpu:2` for two processes on the CPU.
+        device: the kind that a number counts, as `open_device` takes it. It is named where nothing else is asked for.
+
+    Raises:
+        DeviceError: there are not so many, or one is named twice.
+    """
+    if devices == "1":
+        return (device,)
+    named = re.fullmatch(r"(?:(cpu|cuda):)?(\d+(?:,\d+)*)|all", devices)
+    if named is None:
+        raise DeviceError(f"{devices!r} names no devices; expected a number, all, cuda:0,1 or cpu:2")
+    kind, numbers = named[1] or open_device(device).kind, named[2]
+    if named[1] and device not in ("auto", kind):
+        raise DeviceError(f"--devices {devices} and --device {device} contradict each other; leave one of them out")
+    if kind == CpuDevice.kind:
+        if numbers is None or "," in numbers or numbers == "0":
+            raise DeviceError(f"{devices!r} names no processes on the CPU; say how many: cpu:2")
+        return (CpuDevice.kind,) * int(numbers)
+    counted = range(_num_gpus() if numbers is None else int(numbers)) if not named[1] else map(int, numbers.split(","))
+    indices = list(counted)
+    if len({*indices}) < len(indices) or not indices:
+        raise DeviceError(f"{devices!r} names a device twice, or none: each of them runs one process")
+    return tuple(open_device(f"{kind}:{index}").name for index in indices)
 
 
 def require_linux() -> None:

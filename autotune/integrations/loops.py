@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from autotune.errors import TaskError
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
 from autotune.integrations.base import LiveModel, find_changes, read, search, words_of_changes
-from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
+from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.session import Ready, prepare
 from autotune.task import Task
@@ -158,7 +158,7 @@ def _switch_on(
     state, packed = dict(optimizer.state), optimizer.state_dict()["state"]
     optimizer.state.clear()  # as each technique expects it
     try:
-        ready = prepare(live, {**plan, **found}, device=device, on_oom="raise").ready
+        ready = prepare(live, {**plan, **found}, device=device, on_oom="raise", world=ALONE).ready
     finally:
         for module, was_training in modes:
             module.training = was_training

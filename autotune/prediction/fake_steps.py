@@ -24,7 +24,7 @@ from autotune.prediction.fakes import Fakes, why_values_are_needed
 from autotune.prediction.passes import MicroSteps, Pass, Updates, are_aligned
 from autotune.prediction.storages import StorageTracker
 from autotune.prediction.traces import Purpose
-from autotune.records.config import ACCUMULATION, BATCH_SIZE, DEFAULT_BATCH_SIZE, Choice, Config
+from autotune.records.config import ACCUMULATION, ALONE, BATCH_SIZE, DEFAULT_BATCH_SIZE, Choice, Config
 from autotune.records.device import Work
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
@@ -134,7 +134,7 @@ class Tracer:
         unseen = (Phase.LOADER, Phase.PROCESS)  # by what is allocated
         off = {t.name: t.off for t in self.techniques.values() if t.phase in unseen}
         config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
-        return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE)
+        return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE, world=ALONE)
 
 
 class Run:

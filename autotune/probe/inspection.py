@@ -97,7 +97,7 @@ def inspect_task(
             coupling = _coupling(task, model, opened, baseline.plan_in(world), first, comparing_s)
             report(Progress())
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
-    setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration)
+    setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration, world)
     batch = _batch_support(setting, baseline.plan_in(world), coupling)
     warning = batch.reason if batch.stays_whole else batch.sizes_reason if batch.optional_sizes else ""
     return Inspection(
@@ -136,6 +136,7 @@ def _setting(
     baseline: Config,
     dataset_size: int | None,
     calibration: dict[str, Any] | None,
+    world: World,
 ) -> Setting:
     """What techniques are asked about."""
     return Setting(
@@ -147,6 +148,7 @@ def _setting(
         baseline=baseline.as_dict(),
         dataset_size=dataset_size,
         calibration=Calibration.from_dict(calibration or {}),
+        world=world,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from autotune.devices import Device, capabilities_of
 from autotune.errors import TaskError
+from autotune.group import Together
 from autotune.probe.leaks import kept
 from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
@@ -71,7 +72,8 @@ class Run:
         self._samples = config.plan_in(world).samples_per_step
         unequal = self.session.task.dataset() is not None
         self._observers = Observers(self.device, world)
-        self._timing = Timing(self.settings, self._samples, self.device.peak_bytes, unequal)
+        self._together = Together(world, self.session.device)
+        self._timing = Timing(self.settings, self._samples, self._peak_bytes, unequal)
 
     def measure(self, setup_s: float) -> Measurement:
         """Warm up, time, and measure.
@@ -85,7 +87,9 @@ class Run:
         warmup_s = self.reporter.train_s
         self.reporter.enter("timing")
         timed_s, phases = 0.0, {}
-        if not (cut_short := self._timing.cut_short(self._whole_steps_s())):
+        # a world synchronizes once a step, and each step of the warm-up does: of several micro batches they say too much
+        may_cut = self.session.world.size == 1 or self.session.config.accumulation_steps == 1
+        if not (cut_short := may_cut and self._timing.cut_short(self._whole_steps_s())):
             self._time()
             timed_s = self.reporter.train_s - warmup_s
             phases = self._phases() if self.settings.phases else {}
@@ -106,7 +110,8 @@ class Run:
         )
         measured = self._observers.stop(measured)
         # a time-out would lose what was measured, so leaks are left out where a few more steps might not end in time
-        if measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
+        grows = self._together.largest(measured.growth_bytes_per_step) > 0
+        if grows and self._spent_s <= self.settings.timeout_s / 2:
             with contextlib.suppress(Exception):  # memory runs out, say
                 return replace(measured, leaks=kept(self._take_micro_step))
         return measured
@@ -152,7 +157,7 @@ class Run:
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
-        compiled = num_graphs() > known
+        compiled = self._together.largest(num_graphs() - known) > 0
         self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled))
         self._require_finite_loss()
         return accumulated_s + update_s if compiled else 0.0
@@ -212,7 +217,12 @@ class Run:
         step_s = self._whole_s(typical)
         exact = self.settings.num_steps
         num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
-        sliced = not exact and step_s > SLICE_ABOVE_S and num_micro < config.accumulation_steps
+        sliced = (
+            not exact
+            and self.session.world.size == 1
+            and step_s > SLICE_ABOVE_S
+            and num_micro < config.accumulation_steps
+        )
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
         self._observers.start()
         done = 0
@@ -234,7 +244,11 @@ class Run:
     @property
     def _spent_s(self) -> float:
         """Seconds so far, setup included."""
-        return time.perf_counter() - self._began_s
+        return self._together.largest(time.perf_counter() - self._began_s)
+
+    def _peak_bytes(self) -> int:
+        """Of the process that needs the most."""
+        return round(self._together.largest(self.device.peak_bytes()))
 
     def _phases(self) -> dict[str, float]:
         """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and never enter the throughput."""
@@ -294,7 +308,7 @@ class Run:
         started = time.perf_counter()
         work()
         self.device.synchronize()
-        elapsed = time.perf_counter() - started
+        elapsed = self._together.largest(time.perf_counter() - started)
         self.reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
         return elapsed
 

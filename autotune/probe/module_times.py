@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from autotune.devices import Device
 from autotune.probe.measure import micro_batches
-from autotune.records.config import Config, World
+from autotune.records.config import ALONE, Config, World
 from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, STEP, UPDATE, ModuleTimes
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
@@ -150,7 +150,7 @@ def measure_modules(task: Task, config: Config, device: Device, world: World) ->
     task.dataset()  # made before, so that it does not count
     held: list[int] = []
     with _allocations(device, held):
-        session = prepare(task, config, device=device, world=world, on_oom=RAISE)
+        session = prepare(task, config, device=device, world=ALONE, on_oom=RAISE)
         # all micro batches of a step are there while it runs; from the second one on they hold no more than that
         batch = [(task.batch(config.batch_size), config.batch_size) for _ in range(config.accumulation_steps)]
         for _ in range(2):  # the first step allocates the optimizer's state

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autotune.coupling.draws import RandomDraws, dropout_off
 from autotune.devices import Device
 from autotune.randomness import seed_everything
-from autotune.records.config import Config
+from autotune.records.config import ALONE, Config
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -96,7 +96,7 @@ class Runs:
         watching: contextlib.AbstractContextManager[Any],
     ) -> Values:
         seed_everything(SEED)
-        session = prepare(self.task, config, device=self.device, on_oom=RAISE)
+        session = prepare(self.task, config, device=self.device, on_oom=RAISE, world=ALONE)
         model = session.model
         self.batch_statistics = uses_batch_statistics(model)
         if self._initial is None:

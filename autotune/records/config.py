@@ -44,6 +44,11 @@ class World(Record):
                 f"a world of {self.size} processes does not divide into {self.data_parallel} that share the samples"
             )
 
+    @property
+    def group(self) -> int:
+        """The number of the samples' share that this process takes, counted from 0."""
+        return self.rank * self.data_parallel // self.size
+
 
 ALONE = World()  # one process, as most train
 

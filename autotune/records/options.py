@@ -61,6 +61,12 @@ class Option:
 
 
 DEVICE = Option("device", kinds.text("auto|cpu|cuda[:i]"), TASK, "where to train")
+DEVICES = Option(
+    "devices",
+    kinds.text("1|N|all|cuda:0,1|cpu:2"),
+    TASK,
+    "the devices that train the model together, each by a process",
+)
 MEMORY_LIMIT = Option(
     "memory_limit",
     kinds.MEMORY,
@@ -133,6 +139,7 @@ class RunOptions:
     """Options of every run of a task; an answer is run with the same ones."""
 
     device: str = DEVICE.default("auto")
+    devices: str = DEVICES.default("1")
     memory_limit_bytes: int | None = MEMORY_LIMIT.default(None)
     global_batch: int | None = GLOBAL_BATCH.default(None)
 

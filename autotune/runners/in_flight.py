@@ -16,6 +16,7 @@ from typing import Any
 from autotune.errors import describe_exit
 from autotune.records.outcome import COMPILING, Kind, Outcome, Progress
 from autotune.runners.jobs import Job, TracingJob
+from autotune.runners.ranks import Told, culprit, measured_together, read_ranks
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
@@ -92,10 +93,13 @@ class InFlight:
     channel: int  # descriptor of the named pipe, or the file, through which the worker sends messages
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
     compiled: Path | None = None  # its view of what was compiled
+    path: str = ""  # of the channel, beside which the ranks above 0 write
+    num_ranks: int = 1
     progress: Progress = field(default_factory=Progress)  # the last one that a probe reported
     ended_well: bool = False  # its process, whatever came of the job
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
+    _ended_s: float = 0.0  # when that was told
     _compile_cold_s: float = 0.0
     _compiling_s: float = 0.0  # from the job's start until that was reported
     _told: list[dict[str, Any]] = field(default_factory=list)  # parts of the answer
@@ -117,7 +121,7 @@ class InFlight:
                 self._compile_cold_s = message["result"]["compile_s"]
                 self._compiling_s = time.monotonic() - self.started_s
             elif "result" in message:
-                self._result = message["result"]
+                self._result, self._ended_s = message["result"], message["ended_s"]
             else:
                 self._told.append(message)
 
@@ -139,9 +143,13 @@ class InFlight:
         wall_s = time.monotonic() - self.started_s
         log = _keep_tail(self.log)
         printed = self.log.read_text(encoding="utf-8", errors="replace") if log else ""
-        found = None if ended["timed_out"] else self._result
+        found, rank = (None, None) if ended["timed_out"] else self._answer(ended)
+        of_rank = "" if rank is None else f"rank {rank}: "
         if found is None:
+            if rank is not None:
+                ended = ended | {"exit_code": ended["exit_codes"][rank]}
             kind, cause = self._how_it_ended(ended, printed)
+            cause = of_rank + cause
             ended_early = Outcome(
                 kind=kind,
                 cause=cause,
@@ -156,10 +164,25 @@ class InFlight:
             return self.failed(ended_early)
         if "outcome" in found:
             outcome = found["outcome"] | {"wall_s": wall_s, "compiling_s": self._compiling_s, "log": log}
+            outcome["cause"] = of_rank + outcome["cause"] if outcome["cause"] else ""
             if outcome["measurement"] is not None:
                 outcome["measurement"] |= {"compile_cold_s": self._compile_cold_s}
             found = {"outcome": outcome}
         return self.stay.place(self.job.read(found, self._told))
+
+    def _answer(self, ended: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None]:
+        """The worker's answer; of several ranks that of the worst, with its number where it failed, None where it gave none."""
+        if self.num_ranks == 1 or ended["cancelled"]:
+            return self._result, None
+        told = [] if self._result is None else [Told(rank=0, answer=self._result, ended_s=self._ended_s)]
+        told += read_ranks(self.path, self.num_ranks)
+        if (rank := culprit(told, ended)) is not None:
+            return next((one.answer for one in told if one.rank == rank), None), rank
+        if len(told) < self.num_ranks:
+            return None, None
+        outcomes = [Outcome.from_dict(one.answer["outcome"]) for one in told]
+        together = measured_together([outcome.measurement for outcome in outcomes if outcome.measurement is not None])
+        return {"outcome": replace(outcomes[0], measurement=together).to_dict()}, None
 
     def _how_it_ended(self, ended: dict[str, Any], printed: str) -> tuple[Kind, str]:
         """The kind of an outcome without a result, and its cause in words."""

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import psutil
 
-from autotune.devices import open_device, require_linux
+from autotune.devices import name_devices, open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
-from autotune.records.config import Config
+from autotune.records.config import Config, World
 from autotune.records.device import Slot
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome, Progress
@@ -40,6 +40,7 @@ class OneSlotRunner(Runner):
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        devices: those that train a config together, as `name_devices` takes them.
         logs: folder for what the user's code prints.
         host: where the jobs of this machine are kept, if another runner has some as well.
 
@@ -47,8 +48,10 @@ class OneSlotRunner(Runner):
         DeviceError: there is no such device.
     """
 
-    def __init__(self, device: str, logs: Path, host: Host | None = None) -> None:
-        self._device = open_device(device)
+    def __init__(self, device: str, logs: Path, host: Host | None = None, devices: str = "1") -> None:
+        self._devices = name_devices(devices, device)
+        self.world = World(size=len(self._devices))
+        self._device = open_device(self._devices[0])
         self._logs = logs.absolute()
         self._host = host or Host()
         self._running: InFlight | None = None
@@ -64,12 +67,19 @@ class OneSlotRunner(Runner):
         return time.monotonic()
 
     def slots(self) -> tuple[Slot, ...]:
-        """One, on the device, with what is free now."""
-        return (Slot(name=self._device.name, device=self._device.info()),)
+        """One, on the device or the group of them, with what is free now for each process."""
+        info = self._device.info()
+        if self.world.size > 1 and not self._device.capabilities.own_memory:
+            info = replace(info, free_bytes=info.free_bytes // self.world.size)
+        return (Slot(name=self._slot, device=info),)
+
+    @property
+    def _slot(self) -> str:
+        return self._device.name if self.world.size == 1 else ",".join(self._devices)
 
     def submit(self, job: Job[Any], slot: str = "") -> int:
         """As `Runner.submit`: one job at a time."""
-        stay = self._host.take({self._device.name: self._device.name}, job, slot)
+        stay = self._host.take({self._slot: self._device.name}, job, slot)
         try:
             self._running = self._start(stay)
         except BaseException:
@@ -102,7 +112,8 @@ class OneSlotRunner(Runner):
 
     def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What the worker's function for this job takes."""
-        return {"device": self._device.name, **job.arguments()}
+        together = isinstance(job, MeasureJob) and job.world.size > 1
+        return {"device": self._slot if together else self._device.name, **job.arguments()}
 
 
 class LocalRunner(OneSlotRunner):
@@ -110,7 +121,7 @@ class LocalRunner(OneSlotRunner):
 
     Args:
         source: how a process gets the task; None for a subclass whose jobs need none.
-        device, logs, host: as of `OneSlotRunner`; there is one log a job.
+        device, devices, logs, host: as of `OneSlotRunner`; there is one log a job.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
         compiled: folder of what jobs compile; None for torch's own.
@@ -125,13 +136,14 @@ class LocalRunner(OneSlotRunner):
         *,
         logs: Path,
         device: str = "auto",
+        devices: str = "1",
         import_timeout_s: float = 180.0,
         fork: bool = True,
         compiled: Path | None = None,
         host: Host | None = None,
     ) -> None:
         require_linux()
-        super().__init__(device, logs, host)
+        super().__init__(device, logs, host, devices)
         if source is not None:
             self.task_name = source.name
         self._source = source
@@ -197,6 +209,7 @@ class LocalRunner(OneSlotRunner):
         )
         is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None
+        num_ranks = self._num_ranks(job)
         request = {
             "ticket": stay.ticket,
             "jobs": [*(["fill_cache"] if compiles and is_first else []), job.name],
@@ -206,6 +219,7 @@ class LocalRunner(OneSlotRunner):
             "channel": self._channel,
             "log": str(log),
             "timeout_s": job.timeout_s,
+            "num_ranks": num_ranks,
         }
         if not isinstance(job, TracingJob):
             self._device.settle()
@@ -213,7 +227,9 @@ class LocalRunner(OneSlotRunner):
         # opened for writing, too: else reading finds an end of file between two messages
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
         own_memory = self._device.capabilities.own_memory
-        running = InFlight(stay, log, channel, on_gpu=own_memory, compiled=view)
+        running = InFlight(
+            stay, log, channel, on_gpu=own_memory, compiled=view, path=self._channel, num_ranks=num_ranks
+        )
         try:
             connection.send(request)
         except BaseException:
@@ -255,6 +271,10 @@ class LocalRunner(OneSlotRunner):
         if self._in_flight(ticket) is not None and self._connection is not None:
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
                 self._connection.send({"cancel": ticket})
+
+    def _num_ranks(self, job: Job[Any]) -> int:
+        """Processes that run a job: a command starts its own."""
+        return job.world.size if isinstance(job, MeasureJob) and self._source is not None else 1
 
     def _open_logs(self) -> None:
         try:

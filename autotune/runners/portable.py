@@ -63,6 +63,8 @@ class PortableRunner(OneSlotRunner):
             "blas_threads": 0,
             "widest": None,
             "channel": str(channel),
+            "rank": 0,
+            "num_ranks": 1,
             "log": str(log),
             "source": self._source.to_dict(),
         }

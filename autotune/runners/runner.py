@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from autotune.errors import AutotuneError
 from autotune.prediction.traces import Traces, plan_traces
-from autotune.records.config import Choice, Config, ProbeSettings
+from autotune.records.config import ALONE, Choice, Config, ProbeSettings, World
 from autotune.records.device import Slot
 from autotune.records.formats import Record
 from autotune.records.outcome import Outcome, Progress
@@ -122,8 +122,10 @@ class Runner(ABC):
         task_name: of the task; it names the study, and is known before entering.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
+        world: the processes that train a config together.
     """
 
+    world: World = ALONE
     keeps_traces: bool = True
     slowest_start: float = 1.0
     task_name: str

@@ -23,9 +23,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from autotune.runners.ranks import group_file, rank_file
+
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
 _CUDA_ERROR_NOT_INITIALIZED = 3
+_LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
@@ -194,26 +197,68 @@ def _serve(request: dict[str, Any], task: Any, inbox: Inbox) -> dict[str, Any]:
 
 
 def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> dict[str, Any]:
-    """Run one job, and report how its process ended. Nothing of it is left running."""
+    """Run one job, and report how its processes ended, one for each rank of its world. Nothing of it is left running.
+
+    Of several the first that ends badly ends them all: the others would wait for it.
+    """
     from autotune.devices.linux import kernel_oom_kills
 
     kills_before = kernel_oom_kills()
-    pid = _fork(task, request, inbox.connection) if task is not None else _spawn(request)
-    ended_by = _wait(pid, deadline, inbox)
-    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    status = _reap(pid)
+    with contextlib.suppress(FileNotFoundError):  # a job before it used the same name, with another group in it
+        os.unlink(group_file(request["channel"]))
+    pids = [_fork(task, ranked, inbox.connection) if task is not None else _spawn(ranked) for ranked in _ranks(request)]
+    ended_by, running = "exit", dict(enumerate(pids))
+    statuses: dict[int, int | None] = {}
+    while running and ended_by == "exit":
+        failed = any(statuses.values())  # another that fails, too, may tell why this one did
+        until = min(deadline, time.monotonic() + _LAST_WORDS_S) if failed else deadline
+        ended_by, ready = _wait([*running.values()], until, inbox)
+        if failed and ended_by == "timeout":
+            ended_by = "exit"
+            break
+        for rank, pid in [*running.items()]:
+            if pid in ready:
+                statuses[rank] = _end(running.pop(rank))
+    killed = [*running]
+    for rank, pid in running.items():
+        statuses[rank] = _end(pid)
     _reap_descendants()
     if ended_by == "closed":
         os._exit(0)
+    codes = [
+        -signal.SIGKILL if (status := statuses[rank]) is None else os.waitstatus_to_exitcode(status)
+        for rank in range(len(pids))
+    ]
+    by_itself = [code for rank, code in enumerate(codes) if rank not in killed]
     return {
-        "exit_code": -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status),
-        "stuck": status is None,
+        "exit_code": next(filter(None, by_itself), codes[0]),
+        "exit_codes": codes,
+        "killed": killed,
+        "stuck": None in statuses.values(),
         "timed_out": ended_by == "timeout",
         "cancelled": ended_by == "cancel",
         "oom_killed": kernel_oom_kills() > kills_before,
     }
+
+
+def _ranks(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The request of each rank; rank 0 alone tells of its progress, the others write what they find into files of their own."""
+    channel = request["channel"]
+    for rank in range(1, request["num_ranks"]):
+        with open(rank_file(channel, rank), "wb"):
+            pass
+    return [
+        request | {"rank": rank, "channel": rank_file(channel, rank) if rank else channel}
+        for rank in range(request["num_ranks"])
+    ]
+
+
+def _end(pid: int) -> int | None:
+    """Kill a process, if it still runs, with its group. Returns its status, None where it does not end."""
+    os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    return _reap(pid)
 
 
 def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:
@@ -242,25 +287,31 @@ def _spawn(request: dict[str, Any]) -> int:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True).pid
 
 
-def _wait(pid: int, deadline: float, inbox: Inbox) -> str:
-    """Wait for the process to end. Returns what ended the wait: `exit`, `timeout`, `cancel` or `closed` (the search is gone)."""
-    process = os.pidfd_open(pid)
+def _wait(pids: list[int], deadline: float, inbox: Inbox) -> tuple[str, list[int]]:
+    """Wait for one of the processes to end.
+
+    Returns:
+        What ended the wait: `exit`, `timeout`, `cancel` or `closed` (the search is gone); and the processes that have ended.
+    """
+    processes = {os.pidfd_open(pid): pid for pid in pids}
     try:
         poll = select.poll()
-        poll.register(process, select.POLLIN)
+        for process in processes:
+            poll.register(process, select.POLLIN)
         poll.register(inbox.connection.fileno(), select.POLLIN | select.POLLHUP)
         while True:
             if inbox.next(wait=False) is not None:  # while a job runs nothing but its cancellation is sent
-                return "cancel"
+                return "cancel", []
             ready = [descriptor for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)]
-            if process in ready:
-                return "exit"
+            if ended := [pid for process, pid in processes.items() if process in ready]:
+                return "exit", ended
             if not ready:
-                return "timeout"
+                return "timeout", []
             if not inbox.receive():
-                return "closed"
+                return "closed", []
     finally:
-        os.close(process)
+        for process in processes:
+            os.close(process)
 
 
 def _reap(pid: int) -> int | None:

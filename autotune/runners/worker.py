@@ -28,6 +28,7 @@ from autotune.records.config import ProbeSettings, World
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import COMPARING, COMPILING, Kind, Outcome, Progress
 from autotune.runners.failure import failure, outcome_of_failure
+from autotune.runners.ranks import group_file
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
@@ -62,7 +63,7 @@ class Channel:
 
     def offer(self, message: dict[str, Any]) -> None:
         """Send one short message, or drop it where nobody reads the pipe and it is full: it must not hold up training."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK)
         try:
             with contextlib.suppress(BlockingIOError):
                 os.write(descriptor, json.dumps(message).encode() + b"\n")  # whole or not at all, up to PIPE_BUF bytes
@@ -82,6 +83,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     The exit status is 0 unless the job failed: then no other one of the request is run.
     """
     channel = Channel(request["channel"])
+    _take_rank(request)
     reserve = bytearray(_RESERVE_BYTES)
 
     def report(news: Progress | dict[str, Any]) -> None:
@@ -106,11 +108,24 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     except BaseException as error:
         del reserve
         message = {"outcome": failure(error, "setup", 0.0).to_dict()}
-    channel.send({"result": message})
+    channel.send({"result": message, "ended_s": time.monotonic()})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(int("outcome" in message and message["outcome"]["kind"] != Kind.OK))
+
+
+def _take_rank(request: dict[str, Any]) -> None:
+    """Give a job of several processes its rank's own arguments, and this process its share of the host's processors."""
+    size, rank, arguments = request["num_ranks"], request["rank"], request["arguments"]
+    if size == 1:
+        return
+    import torch
+
+    arguments["settings"]["world"]["rank"] = rank
+    arguments["device"] = arguments["device"].split(",")[rank]
+    arguments["group"] = group_file(request["channel"].removesuffix(f".{rank}"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // size))
 
 
 def enter(request: dict[str, Any]) -> None:
@@ -144,12 +159,13 @@ def _probe(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
     except BaseException as error:
         stage, train_s = (run.reporter.stage, run.reporter.train_s) if run else ("setup", 0.0)
         outcome = outcome_of_failure(error, device, stage, train_s)
-        if time.perf_counter() - started < settings.timeout_s / 2:
+        if time.perf_counter() - started < settings.timeout_s / 2 and settings.world.size == 1:
             outcome = _with_odd_sample(outcome, task, _raises_alone(run.session if run else None, type(error)))
     in_time_s = LATE * settings.timeout_s
     # A time-out of the second run, which takes as long again, would hide what is known by now.
     again = 2 * (time.perf_counter() - started) < in_time_s
-    if outcome.kind is Kind.NONFINITE and again and device is not None and run is not None:
+    alone = settings.world.size == 1  # the other ranks are ended as soon as this one tells
+    if outcome.kind is Kind.NONFINITE and again and alone and device is not None and run is not None:
         before = run.reporter.progress
         run = None  # the second one needs what it holds
         gc.collect()
@@ -329,10 +345,13 @@ def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str
 
 def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
     """A run that is about to begin, of evaluation where the arguments are those of `_evaluate`."""
+    from autotune.group import join
     from autotune.probe.measure import EvaluationRun, Run, train_a_step
     from autotune.recovery import RAISE
     from autotune.session import prepare
 
+    if settings.world.size > 1:
+        join(settings.world, device.torch_device, Path(arguments["group"]), settings.timeout_s)
     if (num_samples := arguments.get("num_samples")) is None:
         session = prepare(task, arguments["config"], device=device, on_oom=RAISE, world=settings.world)
         return Run(session, device, settings, report)

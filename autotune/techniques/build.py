@@ -27,6 +27,7 @@ class Setting:
         baseline: what the user runs today, complete.
         dataset_size: samples in the training set, or None without a dataset.
         calibration: what was measured of the device; nothing, where it is not the machine's own.
+        world: the processes that are to train together; the model is not spread over them yet.
     """
 
     task: Task
@@ -37,6 +38,7 @@ class Setting:
     baseline: Mapping[str, Choice]
     dataset_size: int | None
     calibration: Calibration = NOT_MEASURED
+    world: World = ALONE
 
     def try_step(self, batch: Any) -> None:
         """Run the model forward as training does. A task's own `train_step` is run whole, and moves the parameters."""
@@ -63,6 +65,28 @@ class Setting:
         return fresh_copy(self.batch)
 
 
+class Spread:
+    """A model whose processes train it together.
+
+    Args:
+        around: runs a function of the model and a batch, with the collectives that belong to it.
+        synchronizing: the context of a micro batch's passes, given whether its gradients are the last of the step: only then
+            are they put together.
+        gathers: every forward pass needs all processes, which gather what they hold shards of.
+    """
+
+    def __init__(
+        self,
+        around: Callable[..., Any],
+        synchronizing: Callable[[bool], AbstractContextManager[Any]],
+        *,
+        gathers: bool,
+    ) -> None:
+        self.run = around
+        self.synchronizing = synchronizing
+        self.gathers = gathers
+
+
 @dataclass(kw_only=True)
 class Build:
     """A session while techniques are being applied to it; `Technique.apply` changes what it needs to.
@@ -78,6 +102,10 @@ class Build:
         one_micro_batch: why a step can take only one micro batch; empty where it can take several.
         unrepeatable: why a step that ran out of memory cannot be taken again; empty where it can.
         places: technique -> what it found in the model to act on: names of modules by their role.
+        ddp_options: keyword arguments for `DistributedDataParallel`, where copies of the model are spread.
+        fsdp_options: the same for `fully_shard`.
+        spread: how the model is spread over the processes of a world; None in a world of one.
+        optimizers: applied in order to the optimizer once techniques have set it up; each returns the one to take its place.
     """
 
     task: Task
@@ -94,6 +122,10 @@ class Build:
     one_micro_batch: str = ""
     unrepeatable: str = ""
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    fsdp_options: dict[str, Any] = field(default_factory=dict)
+    spread: Spread | None = None
+    optimizers: list[Callable[[Any], Any]] = field(default_factory=list)
 
     def acting_on(self, technique: str, modules: Iterable[torch.nn.Module], **one: torch.nn.Module) -> dict[str, Any]:
         """Write into `places` what a technique acts on, by its names for `get_submodule`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autotune.records.config import Choice, Config
+from autotune.records.config import Choice, Config, World
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, words
 
@@ -49,7 +49,7 @@ class OptimizerInBackward(Switch):
         return "the gradient scaler looks at all gradients before the update" if config["amp"] == "fp16" else ""
 
     def why_not(self, setting: Setting) -> str:
-        return _why_not(setting.task, setting.optimizer)
+        return _why_not(setting.task, setting.optimizer) or _why_not_in(setting.world)
 
     def why_optional(self, setting: Setting) -> str:
         saving_pays = setting.device.capabilities.saving_pays
@@ -57,7 +57,7 @@ class OptimizerInBackward(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Hook the update to the parameters that the optimizer has."""
-        if reason := _why_not(build.task, build.optimizer):
+        if reason := _why_not(build.task, build.optimizer) or _why_not_in(build.world):
             raise UnsupportedError(f"optimizer_in_backward: {reason}")
         build.one_micro_batch = "optimizer_in_backward updates the parameters in the backward pass of each"
         update_in_backward(build.optimizer)
@@ -79,6 +79,10 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
     for parameter in group_of:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(update)
+
+
+def _why_not_in(world: World) -> str:
+    return "" if world.size == 1 else "gradients are put together over the processes after the backward pass"
 
 
 def _why_not(task: Task, optimizer: torch.optim.Optimizer) -> str:

@@ -140,6 +140,8 @@ def _why_not(choice: Choice, of: Setting | Build) -> str:
     from autotune.techniques.tensors.copies import why_not_apart
 
     if choice == "bf16":
+        if of.world.size > 1:
+            return "its copies in bf16 take the gradients before they are put together over the processes"
         return why_not_apart(of.optimizer) if _weights(of.model) else "the model has no matrix in fp32"
     capability = of.device.info().capability
     if capability < _FP8_CAPABILITY and not EMULATED:

@@ -172,6 +172,7 @@ def open_search(
             runner = LocalRunner(
                 source,
                 device=options.device,
+                devices=options.devices,
                 logs=kept.place.logs,
                 import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
                 compiled=kept.place.compiled,
@@ -319,6 +320,7 @@ def _inspect(
         calibration=calibration,
         trained={name: options.fix[name] for name in runner.techniques.trained({}) if name in options.fix},
         comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
+        world=runner.world,
     )
     with budget.split("inspection"):
         inspection = inspect_within(runner, job)

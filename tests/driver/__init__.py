@@ -13,7 +13,7 @@ What it tells truly:
 What it cannot tell, so that tests of it need a real card:
 
 - Values. What a kernel writes reads back as 0, a bool as true; numbers of up to 8 bytes that were filled or uploaded stay.
-  `PLAYED_COPIES_UP_TO=65536` keeps what is copied, which groups need (DDP compares shapes), and makes `isfinite` false.
+  `PLAYED_COPIES_UP_TO=65536` keeps what is copied, which groups need: DDP tells the others the order of its buckets.
 - Speed. Kernels take a made-up time on one timeline for all streams of a device; copies and kernels never overlap.
 - cuDNN's real workspaces and engines (one setting for all plans) and NCCL's real buffers (one setting a communicator).
 - Recurrent networks of cuDNN, sends and receives between ranks, peer access, sharing memory between processes.

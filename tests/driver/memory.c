@@ -286,7 +286,8 @@ int cuMemGetAllocationGranularity(size_t *bytes, const void *properties, int opt
 /* ---- copies */
 
 static void move(void *to, const void *from, size_t size, int is_in, int is_out) {
-    if ((!is_in && !is_out) || size <= settings.readable_bytes || (size <= 8 && !(is_out && size == 1)))
+    int is_a_bool_read = is_out && !is_in && size == 1;
+    if ((!is_in && !is_out) || (!is_a_bool_read && (size <= 8 || size <= settings.readable_bytes)))
         memmove(to, from, size);
     else if (is_out && !is_in)
         memset(to, size == 1, size); /* a bool is true, so that what is checked for all values passes */

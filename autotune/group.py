@@ -1,0 +1,90 @@
+"""The process group of the processes that train one model together: who they are, joining it, and sums over them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from autotune.errors import ConfigError
+from autotune.records.config import ALONE, World
+
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl"}  # what is decided together does not wait for the device
+WAIT_S = 600.0  # for a peer, as torch waits by default for NCCL
+
+
+def launched_world() -> World:
+    """The world that this process was launched into, by `torchrun` or whatever sets torch's variables; else it is alone."""
+    if distributed.is_available() and distributed.is_initialized():
+        return World(size=distributed.get_world_size(), rank=distributed.get_rank())
+    size = int(os.environ.get("WORLD_SIZE") or 1)
+    return ALONE if size == 1 else World(size=size, rank=int(os.environ["RANK"]))
+
+
+def launched_device(device: str) -> str:
+    """The device of a name on which this process was launched to train: `cuda` alone is the one of its own local rank."""
+    if device in ("auto", "cuda") and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}"
+    return device
+
+
+def join(world: World, device: torch.device, store: Path | None = None, wait_s: float = WAIT_S) -> None:
+    """Make this process one of its world's group, unless it is already.
+
+    Args:
+        store: a file through which the processes find each other; None for the address in the environment.
+
+    Raises:
+        ConfigError: the group that is there has another size.
+    """
+    if distributed.is_initialized():
+        if (size := distributed.get_world_size()) != world.size:
+            raise ConfigError(f"a world of {world.size} processes was asked for, and torch's process group has {size}")
+        return
+    if store is not None:  # all on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = BACKENDS.get(device.type, "gloo")
+    distributed.init_process_group(
+        backend,
+        store=None if store is None else distributed.FileStore(str(store), world.size),  # type: ignore[attr-defined]
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=wait_s),
+    )
+
+
+def host_or(device: torch.device) -> torch.device:
+    """Where what is decided together is put together: on the host, where the group can, else on the device that it is for."""
+    return torch.device("cpu") if "gloo" in distributed.get_backend() or device.type == "cpu" else device
+
+
+class Together:
+    """What the processes of a world must decide alike: each takes the largest of what they found, so all go on, or all stop."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._size, self._device = world.size, device if world.size == 1 else host_or(device)
+
+    def largest(self, value: float) -> float:
+        """The largest of the processes' values; they wait for each other."""
+        if self._size == 1:
+            return value
+        values = torch.tensor(float(value), dtype=torch.float64, device=self._device)
+        distributed.all_reduce(values, distributed.ReduceOp.MAX)
+        return float(values)
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes of the group, in their order; they travel pickled."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found
+
+
+def sum_over(values: torch.Tensor) -> torch.Tensor:
+    """The sum of tensors of one shape over the processes of the group, on their device."""
+    distributed.all_reduce(values)
+    return values

@@ -1,0 +1,100 @@
+"""Each process's share of the data, where several train one model: samples of its own, and as many as the others have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler, Subset
+
+from autotune.group import gather
+from autotune.records.config import World
+
+
+def share_out(dataset: Any, options: dict[str, Any], world: World, batch_size: int) -> tuple[Any, dict[str, Any]]:
+    """What this process reads of a dataset, and the options of a data loader for it.
+
+    Every process gets the same number of samples, so that all take the same number of steps. Samples of a dataset with
+    positions are repeated where they do not divide evenly, as torch's `DistributedSampler` does; the last ones of a stream
+    are left out.
+
+    Args:
+        options: of the data loader; a sampler among them gives the order that is shared out, each `batch_size` in a row together.
+    """
+    if world.data_parallel == 1:
+        return dataset, options
+    if isinstance(dataset, IterableDataset):
+        return StreamShare(dataset, world), options
+    (seed, *_) = gather(int(torch.randint(2**31, ())))
+    sampler: Any = options.get("sampler")
+    if sampler is None:
+        shared: Any = DistributedSampler(dataset, num_replicas=world.data_parallel, rank=world.group, seed=seed)
+    else:
+        shared = OrderShare(sampler, world, batch_size, seed=seed)
+    return dataset, {**options, "sampler": shared}
+
+
+class OrderShare(Sampler[int]):
+    """Of an order that another sampler gives, this process's batches: the same order is drawn in every process."""
+
+    def __init__(self, sampler: Any, world: World, batch_size: int, seed: int) -> None:
+        self._sampler, self._world, self._batch_size, self._seed = sampler, world, batch_size, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order of each epoch is another one."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-len(self._sampler) // self._world.data_parallel)
+
+    def __iter__(self) -> Iterator[int]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed + self._epoch)
+            order = list(self._sampler)
+        number, size = self._world.data_parallel, self._batch_size
+        full = len(order) - len(order) % (number * size)
+        for start in range(self._world.group * size, full, number * size):
+            yield from order[start : start + size]
+        rest = order[full:]
+        rest += order[: -len(rest) % number]
+        yield from rest[self._world.group :: number]
+
+
+class StreamShare(IterableDataset[Any]):
+    """Of each round of samples of a stream, one a process, this process's own; a round that is not full is left out.
+
+    Data workers split the stream as the dataset itself has them do.
+    """
+
+    def __init__(self, stream: IterableDataset[Any], world: World) -> None:
+        self._stream, self._world = stream, world
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self._stream)
+        while len(taken := list(itertools.islice(samples, self._world.data_parallel))) == self._world.data_parallel:
+            yield taken[self._world.group]
+
+    def __len__(self) -> int:
+        if not isinstance(self._stream, Sized):
+            raise TypeError(f"{type(self._stream).__name__} has no length")
+        return len(self._stream) // self._world.data_parallel
+
+
+def own_samples(dataset: Any, world: World) -> Any:
+    """This process's samples of a dataset, each of which one process has: as many as there are, evenly or not."""
+    if world.data_parallel == 1:
+        return dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        return _Every(dataset, world)
+    return Subset(dataset, range(world.group, len(dataset), world.data_parallel))
+
+
+class _Every(IterableDataset[Any]):
+    def __init__(self, stream: Any, world: World) -> None:
+        self._stream, self._world = stream, world
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._stream), self._world.group, None, self._world.data_parallel)

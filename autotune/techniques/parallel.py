@@ -1,0 +1,143 @@
+"""Several processes train one model: each holds a copy of it, or a shard."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from autotune.lazy import torch
+from autotune.records.config import Choice, Config, divisors
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
+from autotune.techniques.block_chains import blocks_of
+from autotune.techniques.spread import shards
+
+if TYPE_CHECKING:
+    from autotune.task import Task
+
+_HYBRID = re.compile(r"hsdp:([1-9]\d*)")
+DDP, ZERO1, FSDP, FSDP_GRAD = "ddp", "zero1", "fsdp", "fsdp_grad"
+
+
+class Parallel(Technique):
+    """DDP, and what shards on top of it or in its place. In a world of one process every choice but `ddp` is refused.
+
+    `zero1` is DDP with the optimizer's state sharded by whole parameters (`ZeroRedundancyOptimizer`, Rajbhandari et al. 2020).
+    `fsdp` shards parameters, gradients and state by FSDP2, block by block of the chain that checkpointing finds; `fsdp_grad`
+    keeps what was gathered until the backward pass; `hsdp:N` shards over groups of N processes, which hold copies of each other.
+    """
+
+    name = "parallel"
+    summary = "several processes hold copies of the model, or shards of its optimizer state, gradients, parameters"
+    listed_choices = "`ddp` `zero1` `fsdp` `fsdp_grad` `hsdp:N`"
+    applies = "several devices; shards of parameters: a chain of blocks"
+    off = DDP
+    phase = Phase.SPREAD
+    order = 50  # after the options of DDP
+    leanest = (FSDP, FSDP_GRAD, ZERO1)
+    keeps_random_masks = True
+    check_steps = 3
+
+    def validate(self, choice: Any) -> Choice:
+        if isinstance(choice, str) and (choice in (DDP, ZERO1, FSDP, FSDP_GRAD) or _HYBRID.fullmatch(choice)):
+            return choice
+        raise ValueError(f"expected one of {', '.join((DDP, ZERO1, FSDP, FSDP_GRAD))}, or hsdp:N")
+
+    def label(self, choice: Choice) -> str:
+        return str(choice)
+
+    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
+        """Adam's state is half of a parameter's 16 bytes; all of them are shared out by FSDP, and gathered again over the wire."""
+        if choice == ZERO1:
+            return Expectation(update=Factor(spread=1.3), state=Factor(typical=0.75, spread=1.2))
+        return Expectation(compute=Factor(typical=1.1, spread=1.3), state=Factor(typical=0.5, spread=1.5))
+
+    def why_not(self, setting: Setting) -> str:
+        return "" if setting.world.size > 1 else "one process trains alone"
+
+    def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
+        """Those that shard the optimizer where it can be made anew, those that shard parameters where there are blocks."""
+        choices = [DDP]
+        if not _why_not_sharded(setting.optimizer):
+            choices.append(ZERO1)
+        choices += [FSDP, FSDP_GRAD]
+        size = setting.world.size
+        choices += [f"hsdp:{number}" for number in divisors(size) if 1 < number < size]
+        return tuple(choices)
+
+    def conflict(self, config: Config) -> str:
+        other = config[self.name] != DDP and config["optimizer_state"] != "default"
+        return "a shard of the state is not kept in another way: leave optimizer_state at its default" if other else ""
+
+    def untraceable(self, choice: Choice, device_kind: str) -> str:
+        return "what several processes hold is not traced"
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        if choice == ZERO1:
+            build.optimizers.append(shard_state)
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes: tuple[int, ...] = (build.world.size,)
+        if hybrid := _HYBRID.fullmatch(str(choice)):
+            number = int(hybrid[1])
+            if build.world.size % number:
+                raise UnsupportedError(f"parallel={choice}: {build.world.size} processes make no groups of {number}")
+            sizes = (build.world.size // number, number)
+        mesh = init_device_mesh(
+            build.device.torch_device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]
+        )
+        build.spread = shards(
+            build, _blocks(build.task, build.model), mesh=mesh, reshard=choice != FSDP_GRAD, **build.fsdp_options
+        )
+
+
+def _blocks(task: Task, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    """The blocks of the chain, without those that share parameters with the rest of the model; none where there is no chain."""
+    try:
+        blocks = blocks_of(task, model).blocks
+    except UnsupportedError:
+        return ()
+    held: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        held[id(parameter)] = held.get(id(parameter), 0) + 1
+    alone = []
+    for block in blocks:
+        own: dict[int, int] = {}
+        for _, parameter in block.named_parameters(remove_duplicate=False):
+            own[id(parameter)] = own.get(id(parameter), 0) + 1
+        if own and all(held[key] == number for key, number in own.items()):
+            alone.append(block)
+    return alone
+
+
+def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer with its state sharded over the processes: each updates whole parameters, and sends them to the others.
+
+    Raises:
+        UnsupportedError: it cannot be made anew from its class and its groups.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if reason := _why_not_sharded(optimizer):
+        raise UnsupportedError(f"parallel={ZERO1}: {reason}")
+    kind = type(optimizer)
+    known = inspect.signature(kind).parameters
+    groups = [
+        {name: value for name, value in group.items() if name == "params" or name in known}
+        for group in optimizer.param_groups
+    ]
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+    return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **defaults)
+
+
+def _why_not_sharded(optimizer: Any) -> str:
+    """Why an optimizer cannot be made anew over a share of its parameters; empty where it can."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim."):
+        return (
+            f"{type(optimizer).__name__} is not one of torch's own optimizers, and may not be made anew from its groups"
+        )
+    if optimizer.state:
+        return "the optimizer has state already"
+    return ""

@@ -1,0 +1,35 @@
+"""Shards of parameters, gradients and optimizer state lie in host memory."""
+
+from __future__ import annotations
+
+from autotune.records.config import Choice
+from autotune.techniques import Build, Expectation, Factor, Setting, Switch
+from autotune.techniques.spread_option import SpreadOption
+
+
+class ShardOffload(SpreadOption, Switch):
+    """FSDP2's `CPUOffloadPolicy`: what is gathered is copied to the device first, and the optimizer steps on the host."""
+
+    name = "shard_offload"
+    summary = "shards lie in host memory, and the optimizer steps there: far less on the device, far slower"
+    applies = "if included or if memory is short: several GPUs, sharded parameters"
+    of_shards = True
+    leanest = (True,)
+    against_shortage = True
+    expected = Expectation(
+        compute=Factor(typical=1.3, spread=1.5),
+        update=Factor(typical=5.0, spread=3.0),
+        state=Factor(typical=0.3, spread=1.5),
+    )
+
+    def why_not(self, setting: Setting) -> str:
+        on_host = "" if setting.device.capabilities.own_memory else "on a CPU the host's memory is the device's"
+        return super().why_not(setting) or on_host
+
+    def why_optional(self, setting: Setting) -> str:
+        return "copies over the bus and an update on the host are far slower"
+
+    def apply(self, build: Build, choice: Choice) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        build.fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=build.device.capabilities.page_locked)

@@ -1,0 +1,41 @@
+"""What techniques have in common that change how a model is spread over the processes of a world."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from autotune.records.config import Config
+from autotune.techniques.base import Phase, Technique
+from autotune.techniques.build import Setting
+
+SHARDED = ("fsdp", "hsdp")  # as the choices of `parallel` begin that shard parameters
+
+
+def shards_parameters(config: Config) -> bool:
+    """Whether a config shards parameters; else each process has a copy of the model."""
+    return str(config["parallel"]).startswith(SHARDED)
+
+
+class SpreadOption(Technique):
+    """One option of the way in which a model is spread.
+
+    Attributes:
+        of_shards: it is an option of shards of parameters; else of copies of the model.
+    """
+
+    phase = Phase.SPREAD
+    order = 10  # before what spreads the model
+    keeps_random_masks = True
+    of_shards: ClassVar[bool]
+
+    def conflict(self, config: Config) -> str:
+        if shards_parameters(config) == self.of_shards:
+            return ""
+        what = "sharded parameters" if self.of_shards else "copies of the model"
+        return f"it is an option of {what}, which parallel={config['parallel']} has not"
+
+    def why_not(self, setting: Setting) -> str:
+        return "" if setting.world.size > 1 else "one process trains alone"
+
+    def untraceable(self, choice: object, device_kind: str) -> str:
+        return "what several processes hold is not traced"

@@ -1,0 +1,361 @@
+"""A session in a world of two processes trains what one process trains on the same global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint
+
+from autotune.records.config import ALONE, World
+from autotune.session import Session, prepare
+from autotune.task import Task
+from autotune.techniques import UnsupportedError
+from tests.worlds import Ranks
+
+GLOBAL_BATCH = 16
+WORDS, WIDTH = 64, 16
+SPREADS = ("ddp", "zero1", "fsdp", "fsdp_grad")
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.act, self.drop = nn.LayerNorm(WIDTH), nn.ReLU(), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False, unused: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if unused:
+            self.spare = nn.Linear(3, 3)
+        if frozen:
+            self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Method(Model):
+    """Its loss is a method, and its forward is not called."""
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(Model.forward(self, x).flatten(0, 1), y.flatten())
+
+
+def samples(batch_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets of which each sample ignores another number, so that the mean over all is not the mean of means."""
+    draw = torch.Generator().manual_seed(seed)
+    x, y = (torch.randint(WORDS, (batch_size, 12), generator=draw) for _ in range(2))
+    y[torch.rand(batch_size, 12, generator=draw) < torch.rand(batch_size, 1, generator=draw)] = -100
+    return x, y
+
+
+def task(**model: bool) -> Task:
+    def build_model() -> nn.Module:
+        torch.manual_seed(3)
+        return Model(**model)
+
+    return Task(build_model=build_model, make_batch=samples, global_batch=GLOBAL_BATCH)
+
+
+def of_method() -> Task:
+    def build_model() -> nn.Module:
+        torch.manual_seed(3)
+        return Method()
+
+    def training_step(model: Any, batch: Any) -> torch.Tensor:
+        return model.loss(*batch)
+
+    def loss_weight(batch: Any) -> int:
+        return int((batch[1] >= 0).sum())
+
+    return Task(
+        build_model=build_model,
+        make_batch=samples,
+        training_step=training_step,
+        loss_weight=loss_weight,
+        global_batch=GLOBAL_BATCH,
+    )
+
+
+def with_groups() -> Task:
+    def configure_optimizers(model: nn.Module) -> torch.optim.Optimizer:
+        norms = [p for name, p in model.named_parameters() if "norm" in name]
+        others = [p for name, p in model.named_parameters() if "norm" not in name]
+        return torch.optim.AdamW([{"params": norms, "weight_decay": 0.0}, {"params": others, "lr": 3e-3}], lr=1e-2)
+
+    return replace(task(), configure_optimizers=configure_optimizers)
+
+
+def with_sgd() -> Task:
+    return replace(task(), configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+
+TASKS = {
+    "plain": task,
+    "tied weights": lambda: task(tied=True),
+    "unused parameters": lambda: task(unused=True),
+    "frozen parameters": lambda: task(frozen=True),
+    "clipping": lambda: replace(task(), max_grad_norm=0.1),
+    "a loss that is a method": of_method,
+    "groups": with_groups,
+    "sgd": with_sgd,
+}
+
+
+def steps(session: Session, batches: list[Any]) -> tuple[list[float], dict[str, Any]]:
+    """The losses, and the parameters afterwards, whole."""
+    losses = [float(session.step(batch)) for batch in batches]
+    return losses, {name: whole(parameter) for name, parameter in session.model.named_parameters()}
+
+
+def whole(tensor: Any) -> Any:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone().numpy()
+
+
+def trained(world: World, name: str, config: Mapping[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    session = prepare(TASKS[name](), config, device="cpu", world=world, on_oom="raise")
+    batches = [samples(GLOBAL_BATCH, seed) for seed in range(3)]
+    return steps(session, [tuple(part[world.rank :: world.size] for part in batch) for batch in batches])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as running:
+        yield running
+
+
+def same(found: list[Any], expected: tuple[list[float], dict[str, Any]], tolerance: float) -> None:
+    for losses, parameters in found:
+        assert losses == pytest.approx(expected[0], abs=tolerance)
+        for name, value in expected[1].items():
+            assert abs(parameters[name] - value).max() < tolerance, name
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+@pytest.mark.parametrize("name", TASKS)
+def test_three_steps_of_two_processes_are_those_of_one(ranks: Ranks, name: str, parallel: str) -> None:
+    alone = trained(ALONE, name, {"batch_size": GLOBAL_BATCH})
+    same(ranks.run(trained, name, {"batch_size": 4, "parallel": parallel}), alone, 1e-5)
+
+
+EXACT = (
+    {"checkpoint_segments": 4},
+    {"checkpoint_segments": 2},
+    {"checkpoint_segments": 4, "checkpoint_policy": "selective"},
+    {"optimizer_impl": "fused"},
+    {"optimizer_impl": "foreach"},
+    {"inplace_activations": True},
+    {"loss_chunks": True},
+    {"freeze": "blocks:2"},
+)
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+@pytest.mark.parametrize("others", EXACT, ids=str)
+def test_other_techniques_go_on_working(ranks: Ranks, others: dict[str, Any], parallel: str) -> None:
+    alone = trained(ALONE, "plain", {"batch_size": GLOBAL_BATCH, **others})
+    same(ranks.run(trained, "plain", {"batch_size": 8, "parallel": parallel, **others}), alone, 1e-5)
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+@pytest.mark.parametrize("others", [{"amp": "bf16"}, {"amp": "fp16"}], ids=str)
+def test_reduced_precision_trains_alike_in_every_process(ranks: Ranks, others: dict[str, Any], parallel: str) -> None:
+    first, second = ranks.run(trained, "plain", {"batch_size": 8, "parallel": parallel, **others})
+    same([second], first, 1e-7)
+    same([first], trained(ALONE, "plain", {"batch_size": GLOBAL_BATCH, **others}), 0.05)
+
+
+REFUSED = {
+    "param_dtype": ({"param_dtype": "bf16"}, "take the gradients before they are put together"),
+    "optimizer_in_backward": ({"optimizer_in_backward": True, "batch_size": 8}, "put together over the processes"),
+    "zero1 with another state": (
+        {"optimizer_state": "8bit", "parallel": "zero1"},
+        "leave optimizer_state at its default",
+    ),
+    "groups of three": ({"parallel": "hsdp:3"}, "2 processes make no groups of 3"),
+}
+
+
+def refusal(world: World, config: Mapping[str, Any]) -> str:
+    try:
+        prepare(task(), config, device="cpu", world=world)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_combined_says_why(ranks: Ranks, name: str) -> None:
+    config, reason = REFUSED[name]
+    assert all(reason in said for said in ranks.run(refusal, config))
+
+
+def test_a_world_of_one_refuses_to_shard() -> None:
+    assert "needs several processes" in refusal(ALONE, {"parallel": "fsdp"})
+
+
+class Lines(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((12,), index), torch.full((12,), index)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (Lines()[index] for index in range(37))
+
+
+def read(world: World, dataset: type, bucketing: bool) -> list[list[int]]:
+    """The samples of two epochs."""
+    of_lines = replace(task(), train_dataset=dataset, make_batch=None, global_batch=8)
+    session = prepare(of_lines, {"batch_size": 2, "length_bucketing": bucketing}, device="cpu", world=world)
+    return [[int(sample[0]) for step in session.loader for micro in step for sample in micro[0]] for _ in range(2)]
+
+
+@pytest.mark.parametrize("bucketing", [False, True])
+def test_each_process_reads_samples_of_its_own_and_as_many_as_the_others(ranks: Ranks, bucketing: bool) -> None:
+    first, second = ranks.run(read, Lines, bucketing)
+    for one, other in zip(first, second, strict=True):
+        assert len(one) == len(other) == 19
+        assert {*one, *other} == {*range(37)}  # one sample is read twice, for 37 do not divide by two
+    assert first[0] != first[1]
+
+
+def test_a_stream_is_dealt_out_and_ends_in_all_processes_at_once(ranks: Ranks) -> None:
+    first, second = ranks.run(read, Stream, False)
+    assert first[0] == [*range(0, 36, 2)]
+    assert second[0] == [*range(1, 36, 2)]
+
+
+def draws(world: World) -> tuple[float, float]:
+    torch.manual_seed(5)
+    session = prepare(
+        replace(task(), make_batch=lambda n: samples(n, int(torch.randint(999, ())))), {}, device="cpu", world=world
+    )
+    return float(torch.rand(())), float(next(iter(session.loader))[0][0].float().mean())
+
+
+def test_batches_that_are_made_differ_by_process_as_random_masks_do(ranks: Ranks) -> None:
+    (first, batch), (second, other) = ranks.run(draws)
+    assert first != second
+    assert batch != other
+
+
+def starts(world: World) -> float:
+    torch.manual_seed(world.rank)
+    different = replace(task(), build_model=Model)
+    session = prepare(different, {}, device="cpu", world=world)
+    return float(sum(p.double().sum() for p in session.model.parameters()))
+
+
+def test_parameters_start_equal(ranks: Ranks) -> None:
+    first, second = ranks.run(starts)
+    assert first == second
+
+
+def without_terms(world: World, parallel: str) -> dict[str, Any]:
+    """A step in which the second process has no target that counts."""
+    session = prepare(task(), {"batch_size": 8, "parallel": parallel}, device="cpu", world=world)
+    x, y = samples(16)
+    y[8:] = -100
+    own = slice(0, 8) if world.rank == 0 else slice(8, 16)
+    return steps(session, [(x[own], y[own])])
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+def test_a_process_without_a_target_that_counts_adds_nothing(ranks: Ranks, parallel: str) -> None:
+    x, y = samples(16)
+    y[8:] = -100
+    alone = steps(prepare(task(), {"batch_size": 16}, device="cpu", world=ALONE), [(x, y)])
+    same(ranks.run(without_terms, parallel), alone, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ddp_bucket_view": True},
+        {"ddp_bucket_view": True, "parallel": "zero1"},
+        {"ddp_static_graph": True, "batch_size": 8},
+        {"bucket_mb": 1},
+        {"parallel": "fsdp", "shard_offload": True},
+    ],
+    ids=str,
+)
+def test_options_of_copies_and_of_shards_train_the_same(ranks: Ranks, config: dict[str, Any]) -> None:
+    alone = trained(ALONE, "plain", {"batch_size": GLOBAL_BATCH})
+    same(ranks.run(trained, "plain", {"batch_size": 4, **config}), alone, 1e-5)
+
+
+def test_shards_that_travel_in_bf16_train_alike_in_every_process(ranks: Ranks) -> None:
+    first, second = ranks.run(trained, "plain", {"batch_size": 8, "parallel": "fsdp", "shard_dtype": "bf16"})
+    same([second], first, 1e-7)
+    same([first], trained(ALONE, "plain", {"batch_size": GLOBAL_BATCH}), 0.05)
+
+
+def test_an_option_of_shards_is_none_of_copies(ranks: Ranks) -> None:
+    assert "an option of sharded parameters" in ranks.run(refusal, {"shard_dtype": "bf16"})[0]
+    assert "an option of copies of the model" in ranks.run(refusal, {"parallel": "fsdp", "bucket_mb": 5})[0]
+
+
+def evaluated(world: World, config: Mapping[str, Any]) -> dict[str, float]:
+    """Of nine lines, which two processes share unevenly."""
+    session = prepare(task(), config, device="cpu", world=world)
+    x, y = samples(9)
+    return session.evaluate(torch.utils.data.TensorDataset(x, y), batch_size=2)
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+def test_what_is_evaluated_is_the_mean_over_all_samples_of_all_processes(ranks: Ranks, parallel: str) -> None:
+    alone = evaluated(ALONE, {"batch_size": 16})
+    for found in ranks.run(evaluated, {"batch_size": 4, "parallel": parallel}):
+        assert found == pytest.approx(alone)
+
+
+def saved(world: World, config: Mapping[str, Any], folder: str) -> None:
+    session = prepare(task(), config, device="cpu", world=world)
+    x, y = samples(16)
+    session.step((x[world.rank :: world.size], y[world.rank :: world.size]))
+    checkpoint.save(session.state_dict(), checkpoint_id=folder, no_dist=world.size == 1)
+
+
+def resumed(world: World, config: Mapping[str, Any], folder: str) -> tuple[list[float], dict[str, Any]]:
+    session = prepare(task(), config, device="cpu", world=world)
+    state = session.state_dict()
+    checkpoint.load(state, checkpoint_id=folder, no_dist=world.size == 1)
+    session.load_state_dict(state)
+    x, y = samples(16, seed=1)
+    return steps(session, [(x[world.rank :: world.size], y[world.rank :: world.size])])
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+def test_what_a_world_saves_another_goes_on_with(ranks: Ranks, parallel: str, tmp_path: Path) -> None:
+    config = {"batch_size": 8, "parallel": parallel}
+    uninterrupted = prepare(task(), {"batch_size": 16}, device="cpu", world=ALONE)
+    uninterrupted.step(samples(16))
+    expected = steps(uninterrupted, [samples(16, seed=1)])
+    ranks.run(saved, config, str(tmp_path / "two"))
+    same([resumed(ALONE, {"batch_size": 16}, str(tmp_path / "two"))], expected, 1e-5)
+    same(ranks.run(resumed, config, str(tmp_path / "two")), expected, 1e-5)
+    saved(ALONE, {"batch_size": 16}, str(tmp_path / "one"))
+    same(ranks.run(resumed, config, str(tmp_path / "one")), expected, 1e-5)

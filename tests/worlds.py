@@ -1,0 +1,81 @@
+"""A world of real processes for tests: they join one gloo group and run functions together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+PATIENCE_S = 60.0
+
+
+class Ranks:
+    """Processes that train together on the CPU, forked from this one; each function runs in all of them at once.
+
+    Args:
+        size: how many there are.
+    """
+
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("fork")
+        pipes = [context.Pipe() for _ in range(self.size)]
+        self._lines = [mine for mine, _ in pipes]
+        self._processes = [
+            context.Process(
+                target=_serve, args=(rank, self.size, Path(self._folder.name) / "group", theirs), daemon=True
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What `function(world, *arguments)` returns in each rank.
+
+        Raises:
+            AssertionError: it raised, or did not end.
+        """
+        for line in self._lines:
+            line.send((function, arguments))
+        found = []
+        for rank, line in enumerate(self._lines):
+            assert line.poll(PATIENCE_S), f"rank {rank} did not end"
+            failed, value = line.recv()
+            assert not failed, value
+            found.append(value)
+        return found
+
+
+def _serve(rank: int, size: int, store: Path, line: Connection) -> None:
+    import torch
+
+    from autotune.group import join
+    from autotune.records.config import World
+
+    torch.set_num_threads(1)
+    world = World(size=size, rank=rank)
+    join(world, torch.device("cpu"), store, PATIENCE_S)
+    while True:
+        function, arguments = line.recv()
+        try:
+            line.send((False, function(world, *arguments)))
+        except BaseException:
+            line.send((True, traceback.format_exc()))
