@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import distributed
 
+from autotune.devices import capabilities_of, open_device
 from autotune.errors import ConfigError
 from autotune.records.config import ALONE, World
 
-BACKENDS = {"cuda": "cpu:gloo,cuda:nccl"}  # what is decided together does not wait for the device
 WAIT_S = 600.0  # for a peer, as torch waits by default for NCCL
 
 
@@ -26,10 +26,10 @@ def launched_world() -> World:
 
 
 def launched_device(device: str) -> str:
-    """The device of a name on which this process was launched to train: `cuda` alone is the one of its own local rank."""
-    if device in ("auto", "cuda") and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        return f"cuda:{os.environ['LOCAL_RANK']}"
-    return device
+    """The device of a name on which this process was launched to train: of a kind without a number the one of its local rank."""
+    opened = open_device(device)
+    numbered = ":" in device or not opened.capabilities.own_processors
+    return device if numbered else f"{opened.kind}:{os.environ.get('LOCAL_RANK', 0)}"
 
 
 def join(world: World, device: torch.device, store: Path | None = None, wait_s: float = WAIT_S) -> None:
@@ -47,9 +47,8 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
         return
     if store is not None:  # all on this machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = BACKENDS.get(device.type, "gloo")
     distributed.init_process_group(
-        backend,
+        capabilities_of(device.type).collectives,
         store=None if store is None else distributed.FileStore(str(store), world.size),  # type: ignore[attr-defined]
         rank=world.rank,
         world_size=world.size,
@@ -59,7 +58,7 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
 
 def host_or(device: torch.device) -> torch.device:
     """Where what is decided together is put together: on the host, where the group can, else on the device that it is for."""
-    return torch.device("cpu") if "gloo" in distributed.get_backend() or device.type == "cpu" else device
+    return torch.device("cpu") if "gloo" in distributed.get_backend_config() else device
 
 
 class Together:

@@ -27,7 +27,7 @@ from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import shares_of
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build, Spread
-from autotune.techniques.spread import copies
+from autotune.techniques.tensors.spread import copies
 
 
 class Session:

@@ -76,7 +76,6 @@ MAY_ASK_FOR_TECHNIQUES = {
     "integrations/loops.py",
     "integrations/transformers.py",
     "integrations/base.py",
-    "runners/supervisor.py",
     "runners/worker.py",
     "probe/checks.py",
     "probe/inspection.py",

@@ -58,6 +58,8 @@ class Capabilities:
         attention_kernels: torch has several fused kernels of attention for it to choose from.
         triton: inductor compiles for it by Triton, in several modes.
         foreach: torch's optimizers take lists of tensors there unless they are told otherwise.
+        collectives: the backends of torch's process group for what several of them train together; on a device of its own what
+            is decided together goes over the host, which does not wait for the device.
         saving_pays: memory that is saved makes larger batches, which are faster; without that it is searched only if asked for.
     """
 
@@ -75,6 +77,7 @@ class Capabilities:
     attention_kernels: bool = False
     triton: bool = False
     foreach: bool = False
+    collectives: str = "gloo"
     saving_pays: bool = False
 
 

@@ -90,6 +90,7 @@ class CudaDevice(Instruments, Device):
     capabilities = Capabilities(
         own_memory=True,
         own_processors=True,
+        collectives="cpu:gloo,cuda:nccl",
         chosen_by="CUDA_VISIBLE_DEVICES",
         settles_s=2.0,
         tells_processes_apart=False,

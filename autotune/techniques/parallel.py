@@ -11,7 +11,6 @@ from autotune.lazy import torch
 from autotune.records.config import Choice, Config, divisors
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of
-from autotune.techniques.spread import shards
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -78,6 +77,8 @@ class Parallel(Technique):
             build.optimizers.append(shard_state)
             return
         from torch.distributed.device_mesh import init_device_mesh
+
+        from autotune.techniques.tensors.spread import shards
 
         sizes: tuple[int, ...] = (build.world.size,)
         if hybrid := _HYBRID.fullmatch(str(choice)):
