@@ -66,8 +66,6 @@ def test_the_proposer_proposes_the_largest_batch_that_is_left(tmp_path: Path) ->
 class Line:
     """What a connection to another machine would bring: its slots, and the answers to the jobs that were sent."""
 
-    task_name = "elsewhere"
-
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.progress: dict[int, Any] = {}
@@ -91,11 +89,12 @@ def test_the_runner_sends_jobs_to_slots_and_reads_what_came_of_them(monkeypatch:
     monkeypatch.setattr(runners, "Host", Host, raising=False)
     monkeypatch.setattr(runners, "connect", lambda address: Line(), raising=False)
     names = example_of(runners.Runner, runners)
-    absent = {"now_s": lambda self: 0.0, "cancel": lambda self, ticket: None, "_address": "elsewhere"}
+    absent = {"now_s": lambda self: 0.0, "cancel": lambda self, ticket: None}
     job = ProbeJob(
         config=find_techniques().complete({"batch_size": 8}), settings=ProbeSettings(memory_limit_bytes=None)
     )
-    with type("Remote", (names["Remote"],), absent)() as runner:
+    with type("Remote", (names["Remote"],), absent)("elsewhere", "task") as runner:
+        assert runner.task_name == "task"
         tickets = [runner.submit(job, "second"), runner.submit(job)]
         with pytest.raises(RuntimeError, match="all 2 slots are taken"):
             runner.submit(job)

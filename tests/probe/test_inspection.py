@@ -1,4 +1,7 @@
-"""What applies to a task: a technique that cannot be tried on it is off, with the reason, and the rest is searched."""
+"""What applies to a task: a technique that cannot be tried on it is off, with the reason, and the rest is searched.
+
+The signature of a model is equal for one architecture, whatever its names, values and seeds.
+"""
 
 from __future__ import annotations
 

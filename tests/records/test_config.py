@@ -1,4 +1,4 @@
-"""The config dict: complete, validated, and keeping the global batch."""
+"""The config dict: complete, validated, and keeping the global batch, in a world of one process and of several."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.closed_form import inspection
 from tests.models import tiny
 
 techniques = find_techniques()
+complete = techniques.complete
 TWO = World(size=2, rank=1)
 SHARDED = World(size=4, data_parallel=2)
 
@@ -72,13 +73,9 @@ def test_what_was_kept_before_there_were_worlds_is_of_one_process():
     assert World.from_dict({"size": 2, "rank": 1}) == TWO
 
 
-TECHNIQUES = find_techniques()
-complete = find_techniques().complete
-
-
 def test_what_is_missing_is_off():
     config = complete({"batch_size": 8})
-    assert all(config[name] == technique.off for name, technique in TECHNIQUES.items())
+    assert all(config[name] == technique.off for name, technique in techniques.items())
 
 
 def test_a_config_survives_json():

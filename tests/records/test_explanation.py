@@ -1,3 +1,5 @@
+"""How modules are folded for a reader."""
+
 from __future__ import annotations
 
 from autotune.records.explanation import fold_repeats

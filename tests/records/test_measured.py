@@ -1,4 +1,4 @@
-"""The memory/throughput front."""
+"""The memory/throughput front, and what rounds as a whole were above or below the others."""
 
 from __future__ import annotations
 

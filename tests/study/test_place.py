@@ -1,4 +1,4 @@
-"""Where a study is kept, and who may write to it."""
+"""Where a study is kept, and who may write to it. A trial that was left running is closed where the controller that ran it is gone."""
 
 from __future__ import annotations
 
