@@ -13,7 +13,6 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from autotune.devices import linux, nvml
 from autotune.devices.base import Telemetry
@@ -23,8 +22,6 @@ from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes, plural
 
 _SUSTAINED = "power cap"  # no slowdown: a large GPU reaches it under any heavy load, so that is its sustained speed
-
-
 _PATIENCE_S = 60.0
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, WSL's, AMD's
 _ORDER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
@@ -57,7 +54,7 @@ def ask_torch() -> Answer:
     return _answers[key]
 
 
-def describe(torch: Any, index: int) -> AskedGpu:
+def describe(index: int) -> AskedGpu:
     """A GPU as the torch of this process describes it, which gives it a context."""
     told, memory = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
     uuid = str(getattr(told, "uuid", ""))  # not in every ROCm build
@@ -98,7 +95,7 @@ def answer() -> None:
         warnings.simplefilter("always")
         try:
             number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            gpus = [asdict(describe(torch, index)) for index in range(number)]
+            gpus = [asdict(describe(index)) for index in range(number)]
         except Exception as error:
             why = str(error)
     why = why or "; ".join(str(warning.message) for warning in said)
@@ -228,7 +225,7 @@ class Instruments:
     def _asked(self) -> AskedGpu | None:
         """This GPU as torch describes it: here, where there is a context, else in another process."""
         if has_context():
-            return describe(torch, self._index)
+            return describe(self._index)
         gpus = ask_torch().gpus
         return gpus[self._index] if self._index < len(gpus) else None
 

@@ -238,7 +238,10 @@ class Techniques(Mapping[str, Technique]):
 
 
 class Declared(Technique):
-    """One switch of a script. The script switches it, so it applies itself to nothing, and no gradients are there to be compared."""
+    """One switch of the user's own training script, which a search by command sets by the words of its command line.
+
+    The script switches it, so it applies itself to nothing, and no gradients are there to be compared.
+    """
 
     summary: ClassVar[str] = "a switch of the training script"
     applies: ClassVar[str] = "searches by command"

@@ -1,4 +1,7 @@
-"""Automatic mixed precision: matrix products and convolutions in bfloat16 or float16, parameters stay in fp32."""
+"""Automatic mixed precision: matrix products and convolutions in bfloat16 or float16, parameters stay in fp32.
+
+Whether a precision is worth offering is told by the rates that were measured of the device, for the work that the model does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a technique is. It owns everything about itself; the rest of the package knows techniques by this protocol only."""
+"""What a technique is, and what it is expected to do to time and memory before a model was seen with it.
+
+It owns everything about itself; the rest of the package knows techniques by this protocol only.
+"""
 
 from __future__ import annotations
 
@@ -329,6 +332,8 @@ class Switch(Technique):
 
 class Partition(Technique):
     """Something of which each choice is another training, with a search, a baseline and a ranking of its own.
+
+    Its choices divide the space: configs of two of them are never compared.
 
     It acts on the task, before anything is built. Inspection, trace and check are then those of the narrower task, in
     which nothing says that there are others. What `support` offers beside the baseline's choice is ranked beside it, and

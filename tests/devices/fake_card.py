@@ -198,7 +198,7 @@ class Machine:
             monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(self.visible))
         monkeypatch.setattr(cuda, "_load_libraries", lambda device: self._process().create_context())
-        told = tuple(instruments.describe(torch, index) for index in range(len(self.visible)))
+        told = tuple(instruments.describe(index) for index in range(len(self.visible)))
         monkeypatch.setattr(instruments, "_answers", {})
         monkeypatch.setattr(instruments, "_ask", lambda: instruments.Answer(gpus=told))
 
