@@ -275,8 +275,8 @@ class CudaDevice(Instruments, Device):
             torch.cuda.set_device(self._index)
             _load_libraries(self.torch_device)
         except Exception as error:
-            if self.is_out_of_memory(error):
-                raise
+            if self.is_out_of_memory(error):  # by evidence that whoever catches it has not
+                raise torch.OutOfMemoryError(f"entering {self.name}: {first_line(error)}") from error
             raise DeviceError(
                 f"torch {metadata.version('torch')} cannot use {self.name}: {first_line(error)}; update the driver or install a torch "
                 "build for this GPU (https://pytorch.org/get-started/locally), or use --device cpu"

@@ -21,6 +21,7 @@ _ALLOCATION_FAILED = re.compile(
     r"|Unexpected error from cudaGetDeviceCount\(\)[^\n]* Error 2: out of memory\b"
     r"|Triton Error \[CUDA\]: out of memory\b"
     r"|(?:CUDA|cuDNN|cuDNN Frontend|cusolver|cuFFT) error: \w*ALLOC(?:ATION)?_FAILED\b"
+    r"|NCCL error in: (?s:.*)Cuda failure 2\b"
 )
 _DRIVER_REFUSED = re.compile(r"CUDA error: out of memory\b")
 _PERHAPS_FAILED = re.compile(
@@ -155,5 +156,5 @@ def is_accelerators(error: BaseException) -> bool:
 
 
 def is_librarys(error: BaseException) -> bool:
-    """Whether torch's C++ raises this type: RuntimeError itself, or AcceleratorError (since torch 2.8)."""
-    return type(error) is RuntimeError or type(error).__qualname__ == "AcceleratorError"
+    """Whether torch's C++ raises this type: RuntimeError itself, AcceleratorError (since torch 2.8), a process group's error."""
+    return type(error) is RuntimeError or type(error).__qualname__ in ("AcceleratorError", "DistBackendError")

@@ -14,7 +14,7 @@ from autotune.devices.torch_errors import attempted_bytes
 from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
 from autotune.randomness import keep_randomness, seed_everything
 from autotune.records.check import Check
-from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice, Config
+from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice, Config, World
 from autotune.task import Task
 from autotune.task.batches import CannotCutError
 from autotune.techniques import Techniques, find_techniques
@@ -39,7 +39,14 @@ MOVEMENT_ERROR = 1e-3
 DOUBLE_ERROR = 1e-9  # where fp32 disagrees: the same bound, as far above the rounding of double precision
 
 
-def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | Device, *, batch_size: int) -> Check:
+def run_checks(
+    task: Task,
+    config: Config | Mapping[str, Choice],
+    device: str | Device,
+    *,
+    batch_size: int,
+    world: World = ALONE,
+) -> Check:
     """Compare a config with plain fp32 on one batch: the same weights, the same samples, the same seed.
 
     Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
@@ -54,7 +61,9 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
         config: complete or partial; its batch size is ignored. One that accumulates gets the samples in two micro batches,
             where they can be cut.
         device: where to compare; process-wide settings and random states are restored.
-        batch_size: samples to compare on.
+        batch_size: samples to compare on; in a world a multiple of its processes, twice where the config accumulates.
+        world: the processes that train with the config, each on its part of the samples, against one that trains plainly with
+            all of them. Where batches are normalised they are compared with copies of the model, which normalise as much.
 
     Raises:
         UnsupportedError: the config cannot be applied to the model on the device.
@@ -64,29 +73,39 @@ def run_checks(task: Task, config: Config | Mapping[str, Choice], device: str | 
     techniques = find_techniques()
     config = techniques.complete(config)
     task = techniques.narrow_task(task, config)  # what is trained is no technique to compare: plain fp32 trains it, too
-    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size, techniques).check()
+    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size, techniques, world).check()
 
 
 class _Comparison:
     """Runs a config and plain training one after the other, from the same weights on the same batch."""
 
     def __init__(
-        self, task: Task, config: Config, device: str | Device, batch_size: int, techniques: Techniques
+        self,
+        task: Task,
+        config: Config,
+        device: str | Device,
+        batch_size: int,
+        techniques: Techniques,
+        world: World,
     ) -> None:
         self.task = dataclasses.replace(task, global_batch=None)  # one small batch is compared, not the global one
         self.device = open_device(device) if isinstance(device, str) else device
         self.batch_size = batch_size
         self.techniques = techniques
+        self.world = world
         changes = dict(techniques.switched_on(config))
         accumulation: dict[str, Choice] = {ACCUMULATION: config.accumulation_steps}
         self.switched = (accumulation if config.accumulation_steps > 1 else {}) | changes
         self.asked_steps = 2 if config.accumulation_steps > 1 and batch_size > 1 else 1
         self.micro_steps = self.asked_steps if _can_be_cut(task) else 1
-        self.config = config.replace(batch_size=-(-batch_size // self.micro_steps), accumulation_steps=self.micro_steps)
+        each = batch_size // world.size
+        self.config = config.replace(batch_size=-(-each // self.micro_steps), accumulation_steps=self.micro_steps)
         used = [techniques[name] for name in changes]
         self.exact = all(technique.exact for technique in used)
         # Another dtype, another memory layout and micro batches draw other masks by nature, which says nothing of gradients.
-        self.same_masks = self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
+        self.same_masks = (
+            world.size == 1 and self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
+        )
         self.num_steps = max((technique.check_steps for technique in used), default=1) if self.exact else 1
         self.mantissa_bits = MANTISSA_BITS[techniques.arithmetic_of(config)]
         self.plain = techniques.complete({BATCH_SIZE: batch_size})
@@ -97,13 +116,24 @@ class _Comparison:
         with keep_randomness(self.device.torch_device):
             seed_everything(SEED)
             batch = self.task.batch(self.batch_size)
-            runs = Runs(self.task, self.device, batch, self.techniques, self.num_steps, self.same_masks)
+            runs = Runs(
+                self.task,
+                self.device,
+                batch,
+                self.batch_size,
+                self.techniques,
+                self.num_steps,
+                self.same_masks,
+                self.world,
+            )
             plain = runs.run(self.plain)
             noise = worst(
                 difference(plain, runs.run(self.plain)),
                 difference(plain, runs.run(self.plain, prepare_model=_move_by_one_ulp)),
             )
-            candidate = runs.run(self.config)
+            if runs.batch_statistics and self.world.size > 1:
+                plain = runs.run(self.plain, together=True)
+            candidate = runs.run(self.config, together=True)
             found = difference(plain, candidate)
             complaints, noise, undecided = self._judge(runs, plain, found, noise)
             cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
@@ -190,7 +220,7 @@ class _Comparison:
         exact = [name for name in names if self.techniques[name].exact]
         if reduced and exact:
             off = {name: self.techniques[name].off for name in exact}
-            alone = difference(reference, runs.run(self.config.replace(**off)))
+            alone = difference(reference, runs.run(self.config.replace(**off), together=True))
             names = reduced if self.complaints(alone, noise) else exact
         yield from names
 
@@ -213,7 +243,7 @@ class _Comparison:
         """
         double = runs.in_double()
         try:
-            found = difference(double.run(self.plain), double.run(self.config))
+            found = difference(double.run(self.plain), double.run(self.config, together=True))
         except RuntimeError as error:  # code that makes fp32 tensors, an operator without a double kernel, no memory
             if self.device.is_out_of_memory(error) and self.device.is_crowded(attempted_bytes(error)):
                 raise

@@ -11,16 +11,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.coupling.draws import RandomDraws, dropout_off
 from autotune.devices import Device
 from autotune.randomness import seed_everything
-from autotune.records.config import ALONE, Config
+from autotune.records.config import ALONE, Config, World
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
-from autotune.task.batches import fresh_copy, map_tensors, to_device
+from autotune.task.batches import fresh_copy, map_tensors, split, to_device
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import Techniques
 
@@ -51,15 +52,18 @@ class Runs:
         techniques: whose settings are put back after each run.
         num_steps: optimizer steps per run.
         same_masks: dropout is on, with the same masks; otherwise it is the identity.
+        world: the processes that may run a config together, each on its part of the batch; the same code runs in all of them.
         batch_statistics: the model of the latest run normalises over the samples of a micro batch.
     """
 
     task: Task
     device: Device
     batch: Any
+    num_samples: int
     techniques: Techniques
     num_steps: int
     same_masks: bool
+    world: World = ALONE
     batch_statistics: bool = False
     _initial: tuple[Tensors, Tensors] | None = None  # parameters and buffers, on the host
 
@@ -80,11 +84,17 @@ class Runs:
         seed: int = SEED,
         prepare_model: Callable[[torch.nn.Module], None] | None = None,
         draws: RandomDraws | None = None,
+        together: bool = False,
     ) -> Values:
-        """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device."""
+        """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device.
+
+        Args:
+            together: the processes of the world train with it; else each does so alone.
+        """
         try:
             with self.techniques.keep_settings(), exact_convolutions():
-                return self._run(config, seed, prepare_model, draws or contextlib.nullcontext())
+                world = self.world if together else ALONE
+                return self._run(config, seed, prepare_model, draws or contextlib.nullcontext(), world)
         finally:
             self.device.give_back()
 
@@ -94,9 +104,11 @@ class Runs:
         seed: int,
         prepare_model: Callable[[torch.nn.Module], None] | None,
         watching: contextlib.AbstractContextManager[Any],
+        world: World,
     ) -> Values:
         seed_everything(SEED)
-        session = prepare(self.task, config, device=self.device, on_oom=RAISE, world=ALONE)
+        batch = _part(self.task, self.batch, self.num_samples, world)
+        session = prepare(self.task, config, device=self.device, on_oom=RAISE, world=world)
         model = session.model
         self.batch_statistics = uses_batch_statistics(model)
         if self._initial is None:
@@ -109,14 +121,18 @@ class Runs:
                 start = [_host(p) for p in model.parameters()] if self.num_steps > 1 else []
                 seed_everything(seed)
                 with _gradients(session) as gradients:
-                    loss = float(session.accumulate(fresh_copy(self.batch)))
+                    loss = float(session.accumulate(fresh_copy(batch)))
+                if world.size > 1:  # they are put together after the hooks have seen each process's own
+                    scale = 1.0 if session.scaler is None else session.scaler.get_scale()
+                    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                    gradients = [_host(torch.zeros_like(p) if p.grad is None else p.grad).div_(scale) for p in trained]
                 session.update()
                 # GradScaler starts too high on purpose and skips steps, halving its scale, until nothing overflows.
                 if session.scaler is None or all(bool(g.isfinite().all()) for g in gradients):
                     break
             buffers = [[_host(b) for b in module.buffers(recurse=False)] for module in model.modules()]
             for _ in range(self.num_steps - 1):
-                session.step(fresh_copy(self.batch))  # models change their input in place
+                session.step(fresh_copy(batch))  # models change their input in place
         names = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
         return Values(
             loss=loss,
@@ -132,7 +148,7 @@ class Runs:
             for tensors, initial in zip((model.parameters(), model.buffers()), self._initial, strict=True):
                 for tensor, value in zip(tensors, initial, strict=False):  # other numbers of them are found by check N
                     if tensor.shape == value.shape:
-                        tensor.copy_(value)
+                        tensor.copy_(_spread_as(tensor, value))
 
 
 @contextlib.contextmanager
@@ -157,8 +173,24 @@ def _gradients(session: Session) -> Iterator[Tensors]:
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host in the default memory layout; floating tensors become at least fp32."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _spread_as(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A whole value as a tensor's shards are; the same where it has none."""
+    if not isinstance(tensor, DTensor):
+        return value
+    return distribute_tensor(value.to(tensor.device, tensor.dtype), tensor.device_mesh, tensor.placements)
+
+
+def _part(task: Task, batch: Any, num_samples: int, world: World) -> Any:
+    """This process's part of a batch. Raises CannotCutError."""
+    if world.size == 1:
+        return batch
+    return split(batch, task.cuts(), num_samples // world.size)[world.rank]
 
 
 @contextlib.contextmanager

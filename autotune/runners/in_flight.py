@@ -180,6 +180,8 @@ class InFlight:
             return next((one.answer for one in told if one.rank == rank), None), rank
         if len(told) < self.num_ranks:
             return None, None
+        if "outcome" not in told[0].answer:
+            return told[0].answer, None
         outcomes = [Outcome.from_dict(one.answer["outcome"]) for one in told]
         together = measured_together([outcome.measurement for outcome in outcomes if outcome.measurement is not None])
         return {"outcome": replace(outcomes[0], measurement=together).to_dict()}, None

@@ -25,12 +25,13 @@ from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import Host, InFlight, Stay
-from autotune.runners.jobs import ConfigJob, Job, MeasureJob, TracingJob
+from autotune.runners.jobs import CheckJob, ConfigJob, Job, MeasureJob, TracingJob
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds
 
 KEPT_LOGS, KEPT_LOG_BYTES = 500, 64 * 2**20  # of one study's jobs: the oldest go
+TOGETHER = (MeasureJob, CheckJob)  # jobs that all ranks of a world run together
 HELD_SHARE = 0.1  # of what is free: less than that lets in no larger batch
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
 
@@ -112,7 +113,7 @@ class OneSlotRunner(Runner):
 
     def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What the worker's function for this job takes."""
-        together = isinstance(job, MeasureJob) and job.world.size > 1
+        together = isinstance(job, TOGETHER) and job.world.size > 1
         return {"device": self._slot if together else self._device.name, **job.arguments()}
 
 
@@ -274,7 +275,7 @@ class LocalRunner(OneSlotRunner):
 
     def _num_ranks(self, job: Job[Any]) -> int:
         """Processes that run a job: a command starts its own."""
-        return job.world.size if isinstance(job, MeasureJob) and self._source is not None else 1
+        return job.world.size if isinstance(job, TOGETHER) and self._source is not None else 1
 
     def _open_logs(self) -> None:
         try:

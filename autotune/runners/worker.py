@@ -266,7 +266,8 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Checks G, B and N: arguments `config`, `device`, `batch_size`, `memory_limit_bytes`."""
+    """Checks G, B and N: arguments `config`, `device`, `settings`, `batch_size`, `memory_limit_bytes`."""
+    from autotune.group import join
     from autotune.probe.checks import run_checks
     from autotune.probe.runs import enough_samples
 
@@ -277,8 +278,12 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         techniques = find_techniques()
         compiles = techniques.setup_s(techniques.complete(arguments["config"])) > 0  # a check measures no memory
         device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0, compiles=compiles)
+        world = World.from_dict(arguments["settings"]["world"])
+        if world.size > 1:
+            join(world, device.torch_device, Path(arguments["group"]))
         size = enough_samples(task, device, arguments["batch_size"])
-        return {"check": run_checks(task, arguments["config"], device, batch_size=size).to_dict()}
+        size = -(-size // (2 * world.size)) * 2 * world.size if world.size > 1 else size
+        return {"check": run_checks(task, arguments["config"], device, batch_size=size, world=world).to_dict()}
     except BaseException as error:
         return {"outcome": outcome_of_failure(error, device, "checks").to_dict()}
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotune.records.check import Check
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
-from autotune.runners.jobs import ProbeJob
+from autotune.runners.jobs import CheckJob, ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
@@ -131,3 +132,14 @@ def until_there_are(number: int) -> list[int]:
             return ranks
         time.sleep(0.05)
     raise AssertionError("the ranks did not begin")
+
+
+@pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
+def test_ranks_are_compared_with_one_process(tmp_path: Path, parallel: str) -> None:
+    with runner(tmp_path) as running:
+        config = techniques.complete({"batch_size": 2, "parallel": parallel}, global_batch=8, world=running.world)
+        check = running.run(CheckJob(config=config, settings=SETTINGS.replace(world=running.world), batch_size=8))
+    assert isinstance(check, Check), check
+    assert check.passed, check
+    assert check.gradient_error < 1e-5
+    assert "steps differ by" in check.reason
