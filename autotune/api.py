@@ -32,6 +32,7 @@ from autotune.records.options import (
 )
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
+from autotune.records.scaling import OnDevices, Scaling
 from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.jobs import InspectJob, JobFailed
@@ -86,6 +87,41 @@ def search(
     return run_search(
         TaskSource.of(task), asked, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s
     )
+
+
+@takes(SearchOptions)
+def search_on_each(
+    task: Task | str | Path,
+    sizes: Sequence[int],
+    *,
+    listeners: Sequence[Listener] | None = None,
+    began_s: float | None = None,
+    **options: Any,
+) -> Scaling:
+    """Search several numbers of devices, one after the other, and compare what they train: is the second one worth it?
+
+    Each has a study of its own and an equal share of the budget.
+
+    Args:
+        task, listeners, began_s: as in `search`.
+        sizes: numbers of devices; processes on a CPU.
+        **options
+
+    Raises:
+        AutotuneError: as `search` does for one of them. What was found before is in the studies.
+    """
+    asked = SearchOptions.of(options, total_bytes=_total_bytes)
+    share = asked.budget_s / len(sizes)
+    cpu = not open_device(asked.device).capabilities.own_processors
+    found = []
+    for size in sizes:
+        devices = f"cpu:{size}" if cpu and size > 1 else str(size)
+        own = replace(asked, devices=devices, budget_s=share)
+        listener = Listeners(listeners_of(listeners))
+        result = run_search(TaskSource.of(task), own, runner=None, listener=listener, began_s=began_s)
+        found.append(OnDevices.of(result))
+        began_s = None  # the others begin when the one before has ended
+    return Scaling.of(found)
 
 
 @takes(CommandOptions)

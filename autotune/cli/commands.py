@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from autotune.study.reading import Study
 
 MODEL_FILE = "the model file"
+SEVERAL = re.compile(r"\d+(?:,\d+)+")  # numbers of devices: each is searched
 PAGE = "html"  # the form of a study that is a page
 
 
@@ -55,6 +57,8 @@ def search(options: argparse.Namespace) -> int:
         require_other(out, "--out", "the table", options.replay)
     result: Result | None
     code = ANSWERED
+    if SEVERAL.fullmatch(options.devices or ""):
+        return _search_on_each(options)
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
         if options.script is not None:
@@ -75,6 +79,39 @@ def search(options: argparse.Namespace) -> int:
     elif result is not None:
         _print(answer_sections(result, find_techniques(), model=options.model or ""))
     return code
+
+
+def _search_on_each(options: argparse.Namespace) -> int:
+    """A search for each number of devices, and the table of what they train."""
+    from autotune import api
+    from autotune.errors import ConfigError
+    from autotune.report.live import live_listener
+    from autotune.report.scaling import scaling_section
+    from autotune.report.sections import document
+    from autotune.techniques import find_techniques
+    from autotune.trackers import tracker
+    from autotune.tuning.recommend import Interrupted
+
+    if options.script is not None or options.replay is not None:
+        raise ConfigError(
+            f"--devices {options.devices} searches a model file on each number of devices; give one, or a MODEL"
+        )
+    asked = {name: value for name, value in read_options(options, SearchOptions).items() if name != "devices"}
+    listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
+    sizes = [int(number) for number in options.devices.split(",")]
+    try:
+        found = api.search_on_each(options.model, sizes, listeners=listeners, began_s=options.began_s, **asked)
+    except Interrupted as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        return INTERRUPTED
+    text = document(found.to_dict())
+    if options.out:
+        write(Path(options.out), "--out", text + "\n")
+    if options.json:
+        print(text)
+    else:
+        _print([scaling_section(found, find_techniques())])
+    return ANSWERED
 
 
 def _runner(options: argparse.Namespace) -> dict[str, Any]:

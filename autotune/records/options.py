@@ -67,6 +67,7 @@ DEVICES = Option(
     TASK,
     "the devices that train the model together, each by a process",
 )
+ONE_DEVICE = "1"
 MEMORY_LIMIT = Option(
     "memory_limit",
     kinds.MEMORY,
@@ -139,7 +140,7 @@ class RunOptions:
     """Options of every run of a task; an answer is run with the same ones."""
 
     device: str = DEVICE.default("auto")
-    devices: str = DEVICES.default("1")
+    devices: str = DEVICES.default(ONE_DEVICE)
     memory_limit_bytes: int | None = MEMORY_LIMIT.default(None)
     global_batch: int | None = GLOBAL_BATCH.default(None)
 

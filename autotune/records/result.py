@@ -102,6 +102,7 @@ class Subject(Group):
 
     Attributes:
         device: its name.
+        num_processes: that train together, each on a device of its own, or all on the CPU.
         model: the task as `prepare` and the command line take it; empty for one built in Python.
         parts: which of a model file's functions and constants the task has, as in `TaskFacts`.
         optimizer: class of the task's optimizer, as in `TaskFacts`.
@@ -110,6 +111,7 @@ class Subject(Group):
     """
 
     device: str = ""
+    num_processes: int = 1
     model: str = ""
     parts: tuple[str, ...] = ()
     optimizer: str = ""

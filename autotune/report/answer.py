@@ -78,7 +78,7 @@ def answer_sections(
     if result.command:
         yield Section("Run it", (Code("", tail=result.command),), own_risk)
         return
-    yield Section("Run it", python_lines(model, goal.asked), own_risk)
+    yield Section("Run it", python_lines(model, goal.asked, result.subject.num_processes), own_risk)
     if command := verify_command(result.config, techniques, model, goal.asked):
         yield Section("", (Code("", tail=command),))
 
@@ -117,12 +117,21 @@ def _essentials(config: Mapping[str, Choice], techniques: Techniques) -> dict[st
     return {name: choice for name, choice in config.items() if not techniques.is_off(name, choice)}
 
 
-def python_lines(model: str, asked: Mapping[str, str | int]) -> tuple[Code, ...]:
-    """A training loop, with the config in `config`, and a task built in Python in `task`."""
+def python_lines(model: str, asked: Mapping[str, str | int], num_processes: int = 1) -> tuple[Code, ...]:
+    """A training loop, with the config in `config`, and a task built in Python in `task`; of several processes, how they start."""
     task = json.dumps(model, ensure_ascii=False) if model else "task"
-    options = [f"{name}={json.dumps(asked[name])}" for name in ("device", "global_batch") if name in asked]
+    given = dict(asked)
+    if str(given.get("devices", "")).startswith("cpu:"):
+        given["device"] = "cpu"
+    options = [f"{name}={json.dumps(given[name])}" for name in ("device", "global_batch") if name in given]
     call = Code("session = autotune.prepare(", (task, "config", *options), ")")
-    return call, Code("for batch in session.loader:"), Code("    loss = session.step(batch)")
+    started = (Code(f"# torchrun --nproc-per-node {num_processes} train.py, where this is train.py:"),)
+    return (
+        *(started if num_processes > 1 else ()),
+        call,
+        Code("for batch in session.loader:"),
+        Code("    loss = session.step(batch)"),
+    )
 
 
 def verify_command(

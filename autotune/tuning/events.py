@@ -50,10 +50,11 @@ class SearchStarted:
     def of(cls, place: Place, inspection: Inspection, history: History, budget_s: float) -> Self:
         """The beginning of a search."""
         device, objective, space = inspection.device, history.objective, history.space
+        number = f"{space.world.size} x " if space.world.size > 1 else ""
         threads = f", {plural(device.num_threads, 'thread')}" if device.num_threads else ""
         return cls(
             task=inspection.facts.name,
-            device=f"{device.name} ({device.model}{threads})",
+            device=f"{number}{device.name} ({device.model}{threads})",
             study=place.study,
             storage=place.storage,
             objective=objective.name,

@@ -20,7 +20,7 @@ from autotune.records.config import BATCH_KEYS, Choice
 from autotune.records.device import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
-from autotune.records.options import SearchOptions
+from autotune.records.options import ONE_DEVICE, SearchOptions
 from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
@@ -365,7 +365,9 @@ def lock_places(
     if runner is not None:
         plain = place_of(options.storage, options.study or runner.default_study, runner.task_name)
     elif source is not None:
-        plain = place_of(options.storage, options.study, source.name, source.version)
+        several = f"on {options.devices}" if options.devices != ONE_DEVICE else ""
+        version = " ".join(filter(None, (source.version, several)))
+        plain = place_of(options.storage, options.study, source.name, version)
     else:
         raise ConfigError("no task was given; expected a task, or a runner that has one")
     place = plain.training(fixed, techniques)

@@ -140,6 +140,7 @@ def _subject(search: Search) -> Subject:
     facts = search.inspection.facts
     return Subject(
         device=search.inspection.device.name,
+        num_processes=search.inspection.known_world.size,
         model=search.runner.stated.model,
         parts=facts.parts,
         optimizer=facts.optimizer,

@@ -1,0 +1,74 @@
+"""What several numbers of devices train, side by side, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from autotune.records.config import Choice
+from autotune.records.formats import Record
+from autotune.records.result import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevices(Record):
+    """The answer for one number of devices.
+
+    Attributes:
+        num_processes: one a device, or all on the CPU.
+        samples_per_s: of all together, with its 95 % interval.
+        peak_bytes: of the process that needs the most.
+        verdict: over what is run today on as many.
+        efficiency: throughput over that of the fewest devices, for each of them; with its 95 % interval.
+    """
+
+    num_processes: int
+    config: dict[str, Choice]
+    samples_per_s: float
+    samples_per_s_ci: tuple[float, float]
+    peak_bytes: int
+    verdict: str
+    study: str
+    efficiency: float = 1.0
+    efficiency_ci: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of(cls, result: Result) -> Self:
+        """The answer of a search."""
+        return cls(
+            num_processes=result.subject.num_processes,
+            config=result.config,
+            samples_per_s=result.samples_per_s,
+            samples_per_s_ci=result.samples_per_s_ci,
+            peak_bytes=result.peak_bytes,
+            verdict=result.verdict,
+            study=result.study,
+        )
+
+    def over(self, fewest: OnDevices) -> OnDevices:
+        """The same with its efficiency. Half-widths of the two intervals are added in squares, as of independent logarithms."""
+        ideal = fewest.samples_per_s * self.num_processes / fewest.num_processes
+        efficiency = self.samples_per_s / ideal
+        width = math.hypot(self._log_half_width, fewest._log_half_width) if self is not fewest else 0.0
+        interval = (efficiency * math.exp(-width), efficiency * math.exp(width))
+        return replace(self, efficiency=efficiency, efficiency_ci=interval)
+
+    @property
+    def _log_half_width(self) -> float:
+        low, high = self.samples_per_s_ci
+        return math.log(high / low) / 2 if 0 < low <= high < math.inf else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling(Record):
+    """The answers for several numbers of devices, the fewest first."""
+
+    rows: tuple[OnDevices, ...]
+
+    @classmethod
+    def of(cls, found: Sequence[OnDevices]) -> Self:
+        """The answers compared with that for the fewest devices."""
+        ordered = sorted(found, key=lambda one: one.num_processes)
+        return cls(rows=tuple(one.over(ordered[0]) for one in ordered))

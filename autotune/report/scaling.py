@@ -1,0 +1,33 @@
+"""What several numbers of devices train, as a section: whether the second one is worth it."""
+
+from __future__ import annotations
+
+from autotune.records.scaling import OnDevices, Scaling
+from autotune.report.figures import rate, spread, times
+from autotune.report.sections import Cell, Paragraph, Section, table
+from autotune.techniques import Techniques
+from autotune.units import format_bytes
+
+
+def scaling_section(scaling: Scaling, techniques: Techniques) -> Section:
+    """A row for each number of devices, and in words what the last of them adds."""
+    fewest = scaling.rows[0]
+    rows = [_row(one, techniques) for one in scaling.rows]
+    head = (">processes", ">samples/s", ">efficiency", ">memory of each", "config")
+    words = [
+        f"{one.num_processes} processes: {times(one.samples_per_s / fewest.samples_per_s)} the throughput of "
+        f"{fewest.num_processes}."
+        for one in scaling.rows[1:]
+    ]
+    return Section("Devices", (table(head, rows), *map(Paragraph, words)), "each has a search and a study of its own")
+
+
+def _row(one: OnDevices, techniques: Techniques) -> tuple[Cell, ...]:
+    low, high = one.efficiency_ci
+    return (
+        str(one.num_processes),
+        f"{rate(one.samples_per_s)} {spread(one.samples_per_s, *one.samples_per_s_ci)}".strip(),
+        f"{one.efficiency:.0%} ({low:.0%} to {high:.0%})",
+        format_bytes(one.peak_bytes),
+        techniques.describe(one.config),
+    )
