@@ -50,7 +50,7 @@ distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", ["fsdp"])
 def test_a_launched_script_trains_as_one_process_does(tmp_path: Path, parallel: str) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -7,13 +7,14 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from autotune.records.check import Check
-from autotune.records.config import ProbeSettings
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.config import Config, ProbeSettings, World
+from autotune.records.outcome import Kind
 from autotune.runners.jobs import CheckJob, ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
@@ -24,8 +25,6 @@ MODEL = """
 import os, signal, time
 import torch
 from torch import distributed, nn
-
-GLOBAL_BATCH = 8
 
 
 def build_model():
@@ -44,102 +43,108 @@ def training_step(model, batch):
     steps += 1
     loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
     if steps == 4 and distributed.is_initialized() and distributed.get_rank() == 1:
-        loss = fault(loss)
-    return loss
-
-
-def fault(loss):
-    FAULT
+        match len(batch[0]):
+            case 3:
+                torch.empty(2**44)
+            case 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case 6:
+                raise ValueError("no such word")
+            case 7:
+                loss = loss * float("nan")
+            case 9:
+                time.sleep(1000)
+            case 10:
+                os._exit(0)
     return loss
 """
-FAULTS = {
-    "out of memory": ("torch.empty(2**44)", Kind.OOM, "rank 1: "),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", Kind.CRASHED, "rank 1: died of SIGKILL"),
-    "an error": ("raise ValueError('no such word')", Kind.ERROR, "rank 1: ValueError: no such word"),
-    "not finite": ("loss = loss * float('nan')", Kind.NONFINITE, ""),
-    "hangs": ("time.sleep(1000)", Kind.TIMEOUT, "killed after"),
-    "ends": ("os._exit(0)", Kind.CRASHED, "rank 1"),
+FAULTS = {  # samples of a rank -> what becomes of the probe
+    "out of memory": (3, Kind.OOM, "rank 1: "),
+    "killed": (5, Kind.CRASHED, "rank 1: died of SIGKILL"),
+    "an error": (6, Kind.ERROR, "rank 1: ValueError: no such word"),
+    "not finite": (7, Kind.NONFINITE, ""),
+    "hangs": (9, Kind.TIMEOUT, "killed after"),
+    "ends": (10, Kind.CRASHED, "rank 1"),
 }
 SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.3, max_warmup_s=0.3, timeout_s=20)
 techniques = find_techniques()
 
 
-def runner(folder: Path, fault: str = "pass") -> LocalRunner:
-    folder.mkdir(exist_ok=True)
-    (folder / "net.py").write_text(MODEL.replace("FAULT", fault))
-    return LocalRunner(TaskSource.of(folder / "net.py"), devices="cpu:2", logs=folder / "logs")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    (made / "net.py").write_text(MODEL)
+    return made
+
+
+def open_runner(folder: Path, logs: str) -> LocalRunner:
+    return LocalRunner(TaskSource.of(folder / "net.py"), devices="cpu:2", logs=folder / logs)
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Iterator[LocalRunner]:
+    with open_runner(folder, "logs") as running:
+        yield running
+
+
+def complete(batch_size: int, **choices: Any) -> Config:
+    return techniques.complete({"batch_size": batch_size, **choices}, world=World(size=2))
+
+
+def ranks() -> list[psutil.Process]:
+    """Those that run now: children of the supervisor, which is this process's own."""
+    return [grandchild for child in psutil.Process().children() for grandchild in child.children()]
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert not [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    assert not [rank for rank in ranks() if rank.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp", "fsdp_grad"])
-def test_ranks_measure_together(tmp_path: Path, parallel: str) -> None:
-    with runner(tmp_path) as running:
-        outcome = running.probe(
-            techniques.complete({"batch_size": 2, "parallel": parallel}, global_batch=8, world=running.world),
-            SETTINGS.replace(world=running.world),
-        )
+def test_ranks_measure_together(runner: LocalRunner, parallel: str) -> None:
+    outcome = runner.probe(complete(2, parallel=parallel), SETTINGS.replace(world=runner.world))
     measured = outcome.measurement
     assert measured is not None, outcome
     assert outcome.world.size == 2
-    assert measured.samples_per_s == pytest.approx(8 / measured.step_s)  # of both together
+    assert measured.samples_per_s == pytest.approx(4 / measured.step_s)  # of both together
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_happens_to_one_rank_ends_all_and_is_told_with_its_number(tmp_path: Path, name: str) -> None:
-    fault, kind, cause = FAULTS[name]
-    timeout_s = 5 if name == "hangs" else 20
-    with runner(tmp_path, fault) as running:
-        outcome = probe(running, timeout_s)
-        again = running.run(ProbeJob(config=techniques.complete({"batch_size": 8}), settings=SETTINGS))
+def test_what_happens_to_one_rank_ends_all_and_is_told_with_its_number(runner: LocalRunner, name: str) -> None:
+    batch_size, kind, cause = FAULTS[name]
+    timeout_s = 5 if name == "hangs" else 40
+    outcome = runner.probe(complete(batch_size), SETTINGS.replace(world=runner.world, timeout_s=timeout_s))
     assert outcome.kind is kind, outcome
     assert cause in outcome.cause
-    assert again.kind is Kind.OK  # alone there is no rank 1
-
-
-def probe(running: LocalRunner, timeout_s: float = 20) -> Outcome:
-    settings = SETTINGS.replace(world=running.world, timeout_s=timeout_s)
-    return running.probe(techniques.complete({"batch_size": 2}, global_batch=8, world=running.world), settings)
-
-
-def test_a_rank_that_fails_ends_the_others_within_seconds(tmp_path: Path) -> None:
-    with runner(tmp_path, "raise ValueError('no')") as running:
-        outcome = probe(running, timeout_s=60)
     assert outcome.wall_s < 30  # a minute is what the others would wait
 
 
-def test_a_supervisor_that_dies_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    with runner(tmp_path, "time.sleep(1000)") as running:
-        config = techniques.complete({"batch_size": 2}, global_batch=8, world=running.world)
-        running.submit(ProbeJob(config=config, settings=SETTINGS.replace(world=running.world)))
-        ranks = until_there_are(2)
-        supervisor = psutil.Process(ranks[0]).ppid()
-        os.kill(supervisor, signal.SIGKILL)
-        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in ranks if psutil.pid_exists(pid)], timeout=5)
-        assert not alive
-
-
-def until_there_are(number: int) -> list[int]:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        me = psutil.Process()
-        ranks = [grandchild.pid for child in me.children() for grandchild in child.children()]
-        if len(ranks) == number:
-            return ranks
-        time.sleep(0.05)
-    raise AssertionError("the ranks did not begin")
+def test_one_process_is_probed_by_the_same_runner(runner: LocalRunner) -> None:
+    outcome = runner.run(ProbeJob(config=techniques.complete({"batch_size": 3}), settings=SETTINGS))
+    assert outcome.kind is Kind.OK  # alone there is no rank 1
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "fsdp"])
-def test_ranks_are_compared_with_one_process(tmp_path: Path, parallel: str) -> None:
-    with runner(tmp_path) as running:
-        config = techniques.complete({"batch_size": 2, "parallel": parallel}, global_batch=8, world=running.world)
-        check = running.run(CheckJob(config=config, settings=SETTINGS.replace(world=running.world), batch_size=8))
+def test_ranks_are_compared_with_one_process(runner: LocalRunner, parallel: str) -> None:
+    settings = SETTINGS.replace(world=runner.world)
+    check = runner.run(CheckJob(config=complete(2, parallel=parallel), settings=settings, batch_size=8))
     assert isinstance(check, Check), check
     assert check.passed, check
     assert check.gradient_error < 1e-5
     assert "steps differ by" in check.reason
+
+
+def test_a_supervisor_that_dies_takes_its_ranks_with_it(folder: Path) -> None:
+    before = {process.pid for process in psutil.Process().children()}
+    with open_runner(folder, "others") as running:
+        running.submit(ProbeJob(config=complete(9), settings=SETTINGS.replace(world=running.world, timeout_s=60)))
+        (supervisor,) = [process for process in psutil.Process().children() if process.pid not in before]
+        deadline = time.monotonic() + 30
+        while len(begun := supervisor.children()) < 2:
+            assert time.monotonic() < deadline, "the ranks did not begin"
+            time.sleep(0.05)
+        os.kill(supervisor.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(begun, timeout=5)
+        assert not alive
