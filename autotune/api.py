@@ -51,6 +51,7 @@ from autotune.tuning.dissect import dissect
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.predict import predict_fit
+from autotune.tuning.recommend import NothingFeasible
 from autotune.tuning.search import search as run_search
 from autotune.tuning.trace_ahead import Tracing
 from autotune.units import format_seconds
@@ -110,18 +111,30 @@ def search_on_each(
     Raises:
         AutotuneError: as `search` does for one of them. What was found before is in the studies.
     """
+    if len({*sizes}) < len(sizes) or min(sizes, default=0) < 1:
+        numbers = ",".join(map(str, sizes))
+        raise ConfigError(
+            f"--devices {numbers}: expected different numbers of devices, from 1 on; those themselves are cuda:{numbers}"
+        )
     asked = SearchOptions.of(options, total_bytes=_total_bytes)
-    share = asked.budget_s / len(sizes)
-    cpu = not open_device(asked.device).capabilities.own_processors
-    found = []
+    on_cpu = not open_device(asked.device).capabilities.own_processors
+    found, failed = [], {}
     for size in sizes:
-        devices = f"cpu:{size}" if cpu and size > 1 else str(size)
-        own = replace(asked, devices=devices, budget_s=share)
+        own = replace(
+            asked,
+            devices=f"cpu:{size}" if on_cpu and size > 1 else str(size),
+            budget_s=asked.budget_s / len(sizes),
+            study=f"{asked.study} on {size}" if asked.study and size > 1 else asked.study,
+        )
         listener = Listeners(listeners_of(listeners))
-        result = run_search(TaskSource.of(task), own, runner=None, listener=listener, began_s=began_s)
-        found.append(OnDevices.of(result))
+        try:
+            found.append(OnDevices.of(run_search(TaskSource.of(task), own, listener=listener, began_s=began_s)))
+        except NothingFeasible as error:  # what fits on no single device may fit on several
+            failed[size] = str(error)
         began_s = None  # the others begin when the one before has ended
-    return Scaling.of(found)
+    if not found:
+        raise NothingFeasible("; ".join(f"{size} of them: {why}" for size, why in failed.items()))
+    return Scaling.of(found, failed)
 
 
 @takes(CommandOptions)

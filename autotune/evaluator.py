@@ -63,7 +63,7 @@ class Evaluator:
                         for name, value in values.items():
                             totals[name] = totals.get(name, 0.0) + value.double() * weight
                             weights[name] = weights.get(name, 0.0) + weight
-            if self._validation is not None and counts:
+            if self._validation is not None and self._together.largest(counts):
                 with torch.inference_mode():
                     at_the_end = self._validation.at_the_end()
         if self._spread is not None:
@@ -84,10 +84,16 @@ class Evaluator:
         # what is gathered in inference mode could not be trained with afterwards
         without_gradient = torch.no_grad() if self._gathers else torch.inference_mode()
         with without_gradient, self._ready(batch) as ready:
-            if self._spread is None:
+            if self._spread is None or not self._gathers:  # copies put nothing together where they evaluate
                 return of_batch(self._model, ready)
             found: dict[str, torch.Tensor] = self._spread.run(of_batch, ready)
             return found
+
+    def _take_part(self, batch: Any) -> None:
+        """Pass a batch that does not count, for which the others wait."""
+        assert self._spread is not None
+        with torch.no_grad(), self._ready(batch) as ready:
+            self._spread.run(self._task.loss, ready)
 
     def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches. Where every pass needs all processes, one that has none left passes a sample that does not count."""
@@ -97,7 +103,7 @@ class Evaluator:
         own = iter(batches)
         while self._together.largest((batch := next(own, _NONE)) is not _NONE):
             if batch is _NONE:
-                self.values(self._task.small_batch(1))
+                self._take_part(self._task.small_batch(1))
             else:
                 yield batch
 
@@ -150,7 +156,7 @@ class Evaluator:
             weight = self._task.weight(part, size)
             if not weight:  # the mean over nothing is NaN
                 if self._gathers:
-                    self.values(part)
+                    self._take_part(part)
                 continue
             try:
                 values = self.values(part)

@@ -22,14 +22,26 @@ def launched_world() -> World:
     if distributed.is_available() and distributed.is_initialized():
         return World(size=distributed.get_world_size(), rank=distributed.get_rank())
     size = int(os.environ.get("WORLD_SIZE") or 1)
+    if size > 1 and "RANK" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE={size} says that several processes train, and RANK does not say which this one is; unset it, "
+            "or launch the script with torchrun"
+        )
     return ALONE if size == 1 else World(size=size, rank=int(os.environ["RANK"]))
 
 
-def launched_device(device: str) -> str:
-    """The device of a name on which this process was launched to train: of a kind without a number the one of its local rank."""
+def launched_device(device: str, world: World) -> str:
+    """The device that a launched process trains on.
+
+    Args:
+        device: as the user names it. A GPU without a number is the one of the process's number on its machine, among those that
+            it sees.
+    """
     opened = open_device(device)
-    numbered = ":" in device or not opened.capabilities.own_processors
-    return device if numbered else f"{opened.kind}:{os.environ.get('LOCAL_RANK', 0)}"
+    if ":" in device or not opened.capabilities.own_processors:
+        return device
+    number = int(os.environ.get("LOCAL_RANK", world.rank)) % torch.cuda.device_count()
+    return f"{opened.kind}:{number}"
 
 
 def join(world: World, device: torch.device, store: Path | None = None, wait_s: float = WAIT_S) -> None:
@@ -74,6 +86,10 @@ class Together:
         values = torch.tensor(float(value), dtype=torch.float64, device=self._device)
         distributed.all_reduce(values, distributed.ReduceOp.MAX)
         return float(values)
+
+    def agree(self, value: float) -> bool:
+        """Whether all processes have the same value."""
+        return self.largest(value) == -self.largest(-value)
 
 
 def gather(value: Any) -> list[Any]:

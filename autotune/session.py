@@ -16,11 +16,11 @@ from torch.utils.data import DistributedSampler
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluator import Evaluator
-from autotune.group import join, launched_device, launched_world, sum_over
+from autotune.group import Together, join, launched_device, launched_world, sum_over
 from autotune.randomness import seed_everything
 from autotune.records.config import Choice, Config, World
 from autotune.recovery import HALVE, RAISE, Recovery
-from autotune.shares import OrderShare, own_samples, share_out
+from autotune.shares import OrderShare, StreamShare, own_samples, share_out
 from autotune.task import Task, load_task
 from autotune.task.adapters import set_accumulation
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
@@ -56,7 +56,7 @@ class Session:
         self.optimizer = build.optimizer
         self.scaler = build.scaler
         self.places = build.places
-        self._spread = build.spread
+        self._spread, self._together = build.spread, Together(build.world, self.device)
         self.loader = StepLoader(build)
         self.ready = Ready(build)
         self._one_micro_batch = build.one_micro_batch
@@ -73,7 +73,7 @@ class Session:
 
         Args:
             batch: a batch of `loader`, or one like the task's own on any device, which is cut into micro batches. A batch
-                with fewer samples than a full step is weighted correctly.
+                with fewer samples than a full step is weighted correctly. In a world of several processes it is this one's part.
 
         Returns:
             The mean loss over the samples: a scalar on the device, without gradient. Reading it waits for the device.
@@ -108,6 +108,11 @@ class Session:
                 f"{self.config.batch_size} samples"
             )
         if self._spread is not None:
+            if not isinstance(batch, StepBatch) and not self._together.agree(len(micro_batches)):
+                raise TaskError(
+                    f"this process's part of the batch makes {len(micro_batches)} micro batches, and another's makes another "
+                    "number: all processes have to take as many; give each as many samples"
+                )
             return self._accumulate_together(micro_batches, self._spread)
         self._position, shares = 0, [1.0]
         if len(micro_batches) > 1:  # of one alone no terms are counted, which would wait for the device
@@ -122,7 +127,9 @@ class Session:
     def _backward(self, micro_batch: Any, share: Any = 1.0) -> torch.Tensor:
         """Add the gradient of a micro batch's share of the loss to the parameters' gradients. Returns that share."""
         loss = self.loss(micro_batch)
-        if isinstance(share, torch.Tensor) or share != 1:
+        if isinstance(share, torch.Tensor):
+            loss = loss * share.to(loss.dtype)
+        elif share != 1:
             loss = loss * share
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
@@ -131,18 +138,19 @@ class Session:
         """`accumulate` over all processes of the world, each with as many micro batches as the others.
 
         Gradients are averaged over the processes, so that each weights its micro batches by their terms, times the number of
-        processes, over the terms of all. A micro batch without terms is replaced by a sample that counts for nothing: the
-        others wait for its part in their collectives.
+        processes, over the terms of all. A micro batch without terms takes part, since the others wait for it, and adds nothing.
         """
-        weights = list(map(self.task.weight, micro_batches, micro_batches.sizes))
-        of_all = sum_over(torch.tensor([sum(weights), float(len(weights))], device=self.device))
-        shares = torch.tensor(weights, device=self.device) * (self.world.size / of_all[0])
-        total = torch.zeros((), device=self.device)
-        for self._position, (micro, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+        weights = torch.tensor(
+            list(map(self.task.weight, micro_batches, micro_batches.sizes)), dtype=torch.float64, device=self.device
+        )
+        of_all = sum_over(weights.sum())
+        shares = torch.where(of_all > 0, weights * self.world.size / of_all, 1 / len(weights))
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for self._position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
             with spread.synchronizing(self._position == len(weights) - 1):
-                counted = micro if weight else self.task.small_batch(1)
-                total = total + self._backward(counted, shares[self._position])
-        return sum_over(total / self.world.size)
+                loss = self._backward(micro, share)
+            total = total + torch.where(share > 0, loss, torch.zeros_like(loss))
+        return sum_over(total / self.world.size).to(loss.dtype)
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""
@@ -194,13 +202,17 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """What has to be kept to go on later: of model, optimizer and scaler, by the model's own names.
 
-        In a world of several processes it is this process's part: `torch.distributed.checkpoint.save(session.state_dict(),
+        Where no step has been taken, the optimizer's state is made for it, as torch does. In a world of several processes it is
+        this process's part: `torch.distributed.checkpoint.save(session.state_dict(),
         checkpoint_id=folder)` in all of them keeps the whole. To go on, in a world of any size: `state = session.state_dict()`,
         `torch.distributed.checkpoint.load(state, checkpoint_id=folder)`, `session.load_state_dict(state)`.
         """
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer = get_state_dict(self.model, _stepping(self.optimizer))
+        self._require_one_optimizer()
+        stepping = _stepping(self.optimizer)
+        _copy_options(self.optimizer, stepping)
+        model, optimizer = get_state_dict(self.model, stepping)
         scaler = {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
         return {"model": model, "optimizer": optimizer, **scaler}
 
@@ -212,14 +224,18 @@ class Session:
         """
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
-        set_state_dict(
-            self.model,
-            _stepping(self.optimizer),
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        self._require_one_optimizer()
+        stepping = _stepping(self.optimizer)
+        set_state_dict(self.model, stepping, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        _copy_options(stepping, self.optimizer)
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _require_one_optimizer(self) -> None:
+        if self.task.takes_whole_steps:
+            raise TaskError(
+                "the task's own step has optimizers of its own; keep their state_dict() and the model's yourself"
+            )
 
     def update(self) -> None:
         """Unscale, clip if the task asks for it, step, and clear the gradients: the second half of `step`.
@@ -259,6 +275,12 @@ class Session:
 def _stepping(optimizer: Any) -> Any:
     """The optimizer that has the state: of one that is sharded by whole parameters, that of this process's share."""
     return getattr(optimizer, "optim", optimizer)
+
+
+def _copy_options(of: Any, to: Any) -> None:
+    """Give the groups of one optimizer the options of another's, such as the learning rate that a scheduler has set."""
+    for source, target in zip(of.param_groups, to.param_groups, strict=True):
+        target.update({name: value for name, value in source.items() if name != "params"})
 
 
 class Ready:
@@ -312,8 +334,9 @@ class StepLoader:
     def micro_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield single micro batches, before they are grouped, and how many samples each holds."""
         if self._micro_loader is not None:
-            if isinstance(self._sampler, DistributedSampler | OrderShare):
-                self._sampler.set_epoch(self._epoch)
+            for shared in (self._sampler, self._micro_loader.dataset):
+                if isinstance(shared, DistributedSampler | OrderShare | StreamShare):
+                    shared.set_epoch(self._epoch)
             self._epoch += 1
             batches: Iterator[tuple[Any, int]] = iter(self._micro_loader)
             for stream in self._batch_streams:
@@ -388,7 +411,9 @@ def prepare(
         )
     if on_oom not in (HALVE, RAISE):
         raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
-    opened = open_device(launched_device(device) if world.size > 1 else device) if isinstance(device, str) else device
+    opened = (
+        open_device(launched_device(device, world) if world.size > 1 else device) if isinstance(device, str) else device
+    )
     build = Build(task=task, device=opened, config=config, world=world)
     build.device.enter()
     _apply(build, techniques, Phase.TASK)

@@ -10,7 +10,10 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler, Subset
 
 from autotune.group import gather
+from autotune.randomness import RandomState, seed_everything
 from autotune.records.config import World
+
+_HOST = torch.device("cpu")
 
 
 def share_out(dataset: Any, options: dict[str, Any], world: World, batch_size: int) -> tuple[Any, dict[str, Any]]:
@@ -25,9 +28,9 @@ def share_out(dataset: Any, options: dict[str, Any], world: World, batch_size: i
     """
     if world.data_parallel == 1:
         return dataset, options
-    if isinstance(dataset, IterableDataset):
-        return StreamShare(dataset, world), options
     (seed, *_) = gather(int(torch.randint(2**31, ())))
+    if isinstance(dataset, IterableDataset):
+        return StreamShare(dataset, world, seed), options
     sampler: Any = options.get("sampler")
     if sampler is None:
         shared: Any = DistributedSampler(dataset, num_replicas=world.data_parallel, rank=world.group, seed=seed)
@@ -52,30 +55,47 @@ class OrderShare(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed + self._epoch)
+            torch.default_generator.manual_seed(self._seed + self._epoch)  # the device's own stays as it is
             order = list(self._sampler)
         number, size = self._world.data_parallel, self._batch_size
         full = len(order) - len(order) % (number * size)
         for start in range(self._world.group * size, full, number * size):
             yield from order[start : start + size]
         rest = order[full:]
-        rest += order[: -len(rest) % number]
+        rest += list(itertools.islice(itertools.cycle(order), -len(rest) % number))
         yield from rest[self._world.group :: number]
 
 
 class StreamShare(IterableDataset[Any]):
     """Of each round of samples of a stream, one a process, this process's own; a round that is not full is left out.
 
-    Data workers split the stream as the dataset itself has them do.
+    The stream draws the same random numbers in all processes, so that one that shuffles gives the same order to all. Data workers
+    split it as the dataset itself has them do; it must not split itself by process.
     """
 
-    def __init__(self, stream: IterableDataset[Any], world: World) -> None:
-        self._stream, self._world = stream, world
+    def __init__(self, stream: IterableDataset[Any], world: World, seed: int) -> None:
+        self._stream, self._world, self._seed = stream, world, seed
+        self._epoch = self._passes = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order of each epoch is another one."""
+        self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
+        own = RandomState(_HOST)
+        worker = torch.utils.data.get_worker_info()
+        seed_everything(self._seed + 1_000_003 * self._epoch + 1_009 * self._passes + (worker.id if worker else 0))
+        self._passes += 1  # of data workers that persist, which are told of no epoch
         samples = iter(self._stream)
-        while len(taken := list(itertools.islice(samples, self._world.data_parallel))) == self._world.data_parallel:
+        while True:
+            taken = list(itertools.islice(samples, self._world.data_parallel))
+            common = RandomState(_HOST)
+            own.restore()
+            if len(taken) < self._world.data_parallel:
+                return
             yield taken[self._world.group]
+            own = RandomState(_HOST)
+            common.restore()
 
     def __len__(self) -> int:
         if not isinstance(self._stream, Sized):

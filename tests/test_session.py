@@ -9,6 +9,7 @@ from torch.nn import functional
 from autotune import prepare
 from autotune.devices.cpu import CpuDevice
 from autotune.errors import ConfigError, DeviceError
+from autotune.records.config import World
 from autotune.records.inspection import Support
 from autotune.task import Task
 from autotune.task.batches import StepBatch
@@ -294,7 +295,10 @@ def test_a_model_is_spread_once_it_is_changed_and_before_it_has_an_optimizer(mon
         "autotune.session._apply",
         lambda build, techniques, phase: seen.append((phase, hasattr(build, "model"), hasattr(build, "optimizer"))),
     )
-    prepare(task_of(), {}, device="cpu")
+    monkeypatch.setattr("autotune.session.join", lambda *_: None)
+    monkeypatch.setattr("autotune.session.distributed.broadcast", lambda *_: None)
+    monkeypatch.setattr("autotune.session.copies", lambda build: None)
+    prepare(task_of(), {}, device="cpu", world=World(size=2))
     phases = [phase for phase, _, _ in seen]
     assert phases == sorted(Phase) and (Phase.SPREAD, True, False) in seen
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint
 
+from autotune.errors import TaskError
 from autotune.records.config import ALONE, World
 from autotune.session import Session, prepare
 from autotune.task import Task
@@ -187,6 +188,7 @@ def test_reduced_precision_trains_alike_in_every_process(ranks: Ranks, others: d
 REFUSED = {
     "param_dtype": ({"param_dtype": "bf16"}, "take the gradients before they are put together"),
     "optimizer_in_backward": ({"optimizer_in_backward": True, "batch_size": 8}, "put together over the processes"),
+    "a static graph that accumulates": ({"ddp_static_graph": True, "batch_size": 4}, "a step of one micro batch"),
     "zero1 with another state": (
         {"optimizer_state": "8bit", "parallel": "zero1"},
         "leave optimizer_state at its default",
@@ -359,3 +361,91 @@ def test_what_a_world_saves_another_goes_on_with(ranks: Ranks, parallel: str, tm
     same(ranks.run(resumed, config, str(tmp_path / "two")), expected, 1e-5)
     saved(ALONE, {"batch_size": 16}, str(tmp_path / "one"))
     same(ranks.run(resumed, config, str(tmp_path / "one")), expected, 1e-5)
+
+
+def unseeded(world: World) -> bool:
+    torch.random.default_generator.manual_seed(67280421310721)  # of a script that sets none
+    return prepare(replace(task(), build_model=Model), {}, device="cpu", world=world).world == world
+
+
+def test_torchs_own_seed_which_numpy_does_not_take_is_fine(ranks: Ranks) -> None:
+    assert ranks.run(unseeded) == [True, True]
+
+
+def nothing_counts(world: World, parallel: str) -> bool:
+    session = prepare(task(), {"batch_size": 4, "parallel": parallel}, device="cpu", world=world)
+    x, y = samples(8)
+    session.step((x, torch.full_like(y, -100)))
+    return all(bool(torch.isfinite(torch.as_tensor(whole(p))).all()) for p in session.model.parameters())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_step_in_which_nothing_counts_leaves_parameters_finite_as_in_one_process(ranks: Ranks, parallel: str) -> None:
+    assert ranks.run(nothing_counts, parallel) == [True, True]
+
+
+def with_statistics(world: World) -> dict[str, float]:
+    """Evaluates after a step, with batch normalisation, where the second process has no sample."""
+
+    def build_model() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def make_batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draw = torch.Generator().manual_seed(n)
+        return torch.randn(n, 4, generator=draw), torch.randint(2, (n,), generator=draw)
+
+    session = prepare(
+        Task(build_model=build_model, make_batch=make_batch), {"batch_size": 4}, device="cpu", world=world
+    )
+    session.step(make_batch(4))
+    return session.evaluate(torch.utils.data.TensorDataset(*make_batch(1)), batch_size=1)
+
+
+def test_a_process_without_a_sample_to_evaluate_does_not_hold_the_others_up(ranks: Ranks) -> None:
+    first, second = ranks.run(with_statistics)
+    assert first == second
+
+
+def other_numbers(world: World) -> str:
+    session = prepare(task(), {"batch_size": 2, "parallel": "fsdp"}, device="cpu", world=world)
+    x, y = samples(4 if world.rank else 2)
+    try:
+        session.step((x, y))
+    except TaskError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_cut_their_parts_into_other_numbers_of_micro_batches_are_told(ranks: Ranks) -> None:
+    assert all("all processes have to take as many" in said for said in ranks.run(other_numbers))
+
+
+class Shuffled(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (Lines()[index] for index in torch.randperm(36).tolist())
+
+
+def test_a_stream_that_shuffles_is_dealt_out_without_repeating_or_losing_a_sample(ranks: Ranks) -> None:
+    first, second = ranks.run(read, Shuffled, False)
+    for one, other in zip(first, second, strict=True):
+        assert sorted(one + other) == [*range(36)]
+    assert first[0] != first[1]
+
+
+def resumed_rate(world: World, parallel: str) -> list[float]:
+    """The learning rate that a scheduler has set, after it was kept and loaded into another session."""
+    kept, fresh = (
+        prepare(task(), {"batch_size": 8, "parallel": parallel}, device="cpu", world=world) for _ in range(2)
+    )
+    for group in kept.optimizer.param_groups:
+        group["lr"] = 0.125
+    fresh.load_state_dict(kept.state_dict())
+    x, y = samples(8)
+    fresh.step((x, y))
+    return [group["lr"] for group in fresh.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
+def test_a_learning_rate_that_was_set_is_kept(ranks: Ranks, parallel: str) -> None:
+    assert ranks.run(resumed_rate, parallel) == [[0.125], [0.125]]

@@ -84,9 +84,11 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
     """
     if devices == "1":
         return (device,)
-    named = re.fullmatch(r"(?:(cpu|cuda):)?(\d+(?:,\d+)*)|all", devices)
+    named = re.fullmatch(r"(?:(cpu|cuda):(?=\d)|(?=\d+\Z))(\d+(?:,\d+)*)|all", devices)
     if named is None:
         raise DeviceError(f"{devices!r} names no devices; expected a number, all, cuda:0,1 or cpu:2")
+    if not named[1] and ":" in device:
+        raise DeviceError(f"--devices {devices} counts devices, and --device {device} names one; leave one of them out")
     kind, numbers = named[1] or open_device(device).kind, named[2]
     if named[1] and device not in ("auto", kind):
         raise DeviceError(f"--devices {devices} and --device {device} contradict each other; leave one of them out")

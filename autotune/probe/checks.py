@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from autotune.coupling.draws import RandomDraws
 from autotune.devices import Device, open_device
 from autotune.devices.torch_errors import attempted_bytes
+from autotune.group import gather
 from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
 from autotune.randomness import keep_randomness, seed_everything
 from autotune.records.check import Check
@@ -20,6 +22,7 @@ from autotune.task.batches import CannotCutError
 from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import MANTISSA_BITS
 
+T = TypeVar("T")
 EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise
 REDUCED_COSINE = 0.999
@@ -102,6 +105,7 @@ class _Comparison:
         self.config = config.replace(batch_size=-(-each // self.micro_steps), accumulation_steps=self.micro_steps)
         used = [techniques[name] for name in changes]
         self.exact = all(technique.exact for technique in used)
+        self.changes_learning = any(technique.changes_learning for technique in used)
         # Another dtype, another memory layout and micro batches draw other masks by nature, which says nothing of gradients.
         self.same_masks = (
             world.size == 1 and self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
@@ -111,11 +115,15 @@ class _Comparison:
         self.plain = techniques.complete({BATCH_SIZE: batch_size})
         self.notes: list[str] = []  # what the user should know besides
 
+    def _same(self, found: T) -> T:
+        """What rank 0 has found, for all ranks: by it each decides what is run next, and all have to take part in that."""
+        return found if self.world.size == 1 else gather(found)[0]
+
     def check(self) -> Check:
         """Run everything and judge."""
         with keep_randomness(self.device.torch_device):
             seed_everything(SEED)
-            batch = self.task.batch(self.batch_size)
+            batch = self._same(self.task.batch(self.batch_size))
             runs = Runs(
                 self.task,
                 self.device,
@@ -127,14 +135,16 @@ class _Comparison:
                 self.world,
             )
             plain = runs.run(self.plain)
-            noise = worst(
-                difference(plain, runs.run(self.plain)),
-                difference(plain, runs.run(self.plain, prepare_model=_move_by_one_ulp)),
+            noise = self._same(
+                worst(
+                    difference(plain, runs.run(self.plain)),
+                    difference(plain, runs.run(self.plain, prepare_model=_move_by_one_ulp)),
+                )
             )
-            if runs.batch_statistics and self.world.size > 1:
+            if runs.batch_statistics and self.world.size > 1 and not self.changes_learning:
                 plain = runs.run(self.plain, together=True)
             candidate = runs.run(self.config, together=True)
-            found = difference(plain, candidate)
+            found = self._same(difference(plain, candidate))
             complaints, noise, undecided = self._judge(runs, plain, found, noise)
             cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
         notes = self.notes
@@ -178,7 +188,7 @@ class _Comparison:
         complaints = self.complaints(found, noise)
         if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
             draws = RandomDraws()
-            others = difference(plain, runs.run(self.plain, seed=SEED + 1, draws=draws))
+            others = self._same(difference(plain, runs.run(self.plain, seed=SEED + 1, draws=draws)))
             if draws.seen or self.micro_steps > 1:
                 noise = worst(noise, others)
                 complaints = self.complaints(found, noise)
@@ -194,7 +204,7 @@ class _Comparison:
                 f"in double precision it differs by {error:.1e}"
             )
         elif complaints and not self.exact:
-            rounded = difference(plain, runs.run(self.plain, prepare_model=self.round_parameters))
+            rounded = self._same(difference(plain, runs.run(self.plain, prepare_model=self.round_parameters)))
             complaints = self.complaints(found, noise, rounded)
             undecided = not complaints and not (found.gradient <= TELLING_ERROR and found.cosine >= TELLING_COSINE)
             notes.append(
@@ -210,8 +220,8 @@ class _Comparison:
         reference = plain
         if self.micro_steps > 1:
             reference = runs.run(self.plain.replace(**{name: self.config[name] for name in BATCH_KEYS}))
-            rest = self.complaints(difference(reference, candidate), noise)
-            if not rest or self.complaints(difference(plain, reference), noise):
+            rest = self.complaints(self._same(difference(reference, candidate)), noise)
+            if not rest or self.complaints(self._same(difference(plain, reference)), noise):
                 yield ACCUMULATION
             if not rest:
                 return
@@ -220,7 +230,7 @@ class _Comparison:
         exact = [name for name in names if self.techniques[name].exact]
         if reduced and exact:
             off = {name: self.techniques[name].off for name in exact}
-            alone = difference(reference, runs.run(self.config.replace(**off), together=True))
+            alone = self._same(difference(reference, runs.run(self.config.replace(**off), together=True)))
             names = reduced if self.complaints(alone, noise) else exact
         yield from names
 
@@ -243,7 +253,7 @@ class _Comparison:
         """
         double = runs.in_double()
         try:
-            found = difference(double.run(self.plain), double.run(self.config, together=True))
+            found = self._same(difference(double.run(self.plain), double.run(self.config, together=True)))
         except RuntimeError as error:  # code that makes fp32 tensors, an operator without a double kernel, no memory
             if self.device.is_out_of_memory(error) and self.device.is_crowded(attempted_bytes(error)):
                 raise

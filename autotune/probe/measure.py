@@ -68,7 +68,8 @@ class Run:
         self._micro_batches = micro_batches(self.session)
         self._graph_breaks_before = num_graph_breaks()
         config, world = self.session.config, self.session.world
-        self.reporter = Reporter(self.report, self.device.peak_bytes, config.batch_size * world.data_parallel)
+        samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
+        self.reporter = Reporter(self.report, self.device.peak_bytes, samples, is_bound)
         self._samples = config.plan_in(world).samples_per_step
         unequal = self.session.task.dataset() is not None
         self._observers = Observers(self.device, world)
@@ -110,8 +111,8 @@ class Run:
         )
         measured = self._observers.stop(measured)
         # a time-out would lose what was measured, so leaks are left out where a few more steps might not end in time
-        grows = self._together.largest(measured.growth_bytes_per_step) > 0
-        if grows and self._spent_s <= self.settings.timeout_s / 2:
+        alone = self.session.world.size == 1  # where it fails in one process, the others would wait
+        if alone and measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
             with contextlib.suppress(Exception):  # memory runs out, say
                 return replace(measured, leaks=kept(self._take_micro_step))
         return measured

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -115,7 +116,7 @@ class Runs:
             self._initial = [_host(p) for p in model.parameters()], [_host(b) for b in model.buffers()]
         with contextlib.nullcontext() if self.same_masks else dropout_off(model), watching:
             for _ in range(_MOST_SCALE_REDUCTIONS):
-                self._reset(model)
+                self._reset(model, world)
                 if prepare_model is not None:
                     prepare_model(model)
                 start = [_host(p) for p in model.parameters()] if self.num_steps > 1 else []
@@ -142,13 +143,15 @@ class Runs:
             names=[names, list(model.state_dict())],
         )
 
-    def _reset(self, model: torch.nn.Module) -> None:
+    def _reset(self, model: torch.nn.Module, world: World) -> None:
         assert self._initial is not None
         with torch.no_grad():
             for tensors, initial in zip((model.parameters(), model.buffers()), self._initial, strict=True):
                 for tensor, value in zip(tensors, initial, strict=False):  # other numbers of them are found by check N
                     if tensor.shape == value.shape:
                         tensor.copy_(_spread_as(tensor, value))
+                        if world.size > 1 and not isinstance(tensor, DTensor):
+                            distributed.broadcast(tensor, 0)
 
 
 @contextlib.contextmanager

@@ -210,6 +210,9 @@ class Reporter:
     send: Callable[[Progress], None]
     peak_bytes: Callable[[], int]
     batch_size: int  # samples of a micro step
+    is_bound: bool = (
+        True  # a step's micro steps take no longer alone: those of a world put gradients together each time
+    )
     stage: str = "setup"
     train_s: float = 0.0
     num_micro_steps: int = 0
@@ -240,7 +243,7 @@ class Reporter:
             train_s=self.train_s,
             num_micro_steps=self.num_micro_steps,
             peak_bytes=self.peak_bytes() if self.num_micro_steps else 0,
-            samples_per_s_high=self.batch_size / self._fastest_micro_s if seen else None,
+            samples_per_s_high=self.batch_size / self._fastest_micro_s if seen and self.is_bound else None,
         )
 
     def _send(self) -> None:

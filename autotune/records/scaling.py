@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from autotune.records.config import Choice
@@ -63,12 +63,18 @@ class OnDevices(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling(Record):
-    """The answers for several numbers of devices, the fewest first."""
+    """The answers for several numbers of devices, the fewest first.
+
+    Attributes:
+        failed: number of devices -> why it has no answer.
+    """
 
     rows: tuple[OnDevices, ...]
+    failed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, found: Sequence[OnDevices]) -> Self:
-        """The answers compared with that for the fewest devices."""
+    def of(cls, found: Sequence[OnDevices], failed: Mapping[int, str] | None = None) -> Self:
+        """The answers compared with that for the fewest devices of those that have one."""
         ordered = sorted(found, key=lambda one: one.num_processes)
-        return cls(rows=tuple(one.over(ordered[0]) for one in ordered))
+        rows = tuple(one.over(ordered[0]) for one in ordered)
+        return cls(rows=rows, failed={str(number): why for number, why in (failed or {}).items()})

@@ -19,6 +19,7 @@ def scaling_section(scaling: Scaling, techniques: Techniques) -> Section:
         f"{fewest.num_processes}."
         for one in scaling.rows[1:]
     ]
+    words += [f"{number}: {why}" for number, why in scaling.failed.items()]
     return Section("Devices", (table(head, rows), *map(Paragraph, words)), "each has a search and a study of its own")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import psutil
 
-from autotune.devices import name_devices, open_device, require_linux
+from autotune.devices import device_named, name_devices, open_device, require_linux
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
 from autotune.records.config import Config, World
@@ -72,6 +72,8 @@ class OneSlotRunner(Runner):
         info = self._device.info()
         if self.world.size > 1 and not self._device.capabilities.own_memory:
             info = replace(info, free_bytes=info.free_bytes // self.world.size)
+        elif self.world.size > 1:
+            info = replace(info, free_bytes=min(open_device(name).info().free_bytes for name in self._devices))
         return (Slot(name=self._slot, device=info),)
 
     @property
@@ -224,6 +226,8 @@ class LocalRunner(OneSlotRunner):
         }
         if not isinstance(job, TracingJob):
             self._device.settle()
+            for name in self._devices[1:]:
+                device_named(name).settle()
         connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)

@@ -220,6 +220,8 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
             if pid in ready:
                 statuses[rank] = _end(running.pop(rank))
     killed = [*running]
+    for pid in running.values():
+        _kill(pid)
     for rank, pid in running.items():
         statuses[rank] = _end(pid)
     _reap_descendants()
@@ -255,10 +257,14 @@ def _ranks(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _end(pid: int) -> int | None:
     """Kill a process, if it still runs, with its group. Returns its status, None where it does not end."""
+    _kill(pid)
+    return _reap(pid)
+
+
+def _kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    return _reap(pid)
 
 
 def _fork(task: Any, request: dict[str, Any], connection: socket.socket) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autotune.records.config import Choice
+from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Setting, Switch
 from autotune.techniques.spread_option import SpreadOption
 
@@ -19,5 +19,13 @@ class DdpStaticGraph(SpreadOption, Switch):
     def why_optional(self, setting: Setting) -> str:
         return "whether each step uses the same parameters is not known from a few of them"
 
+    def conflict(self, config: Config) -> str:
+        """DDP puts the gradients of the first backward pass together, whether it is to or not."""
+        several = (
+            "DDP learns the order of gradients in a step of one micro batch" if config.accumulation_steps > 1 else ""
+        )
+        return super().conflict(config) or several
+
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["static_graph"] = True
+        build.one_micro_batch = "ddp_static_graph learns the order of gradients in a step of one"

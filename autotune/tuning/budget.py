@@ -281,6 +281,7 @@ def patience_for(
     the baseline, like everything as long as nothing has run, with the inspection's step of a few samples, which was cold.
     """
     config = proposal.config
+    samples = config.batch_size * inspection.known_world.data_parallel  # of a micro step of all processes
     setup_s = history.setup_s(config)
     ran = [  # what takes longer to prepare (to compile, say) tells nothing of this one's first step
         (known, outcome.measurement, outcome)
@@ -293,7 +294,7 @@ def patience_for(
         step_s, factor = config.batch_size * (inspection.sample_s or math.inf), LENIENCE
     else:
         found = compared.measurement
-        step_s = config.batch_size / found.samples_per_s + found.phases_s.get("optimizer", 0.0)
+        step_s = samples / found.samples_per_s + found.phases_s.get("optimizer", 0.0)
         factor = LENIENCE if proposal.stage == PLAY_OFF else PATIENCE
     larger = [max(1.0, config.batch_size / known.batch_size) for known, _, _ in ran]  # more samples are made, too
     set_up_s = max(
@@ -308,7 +309,7 @@ def patience_for(
     elif step_s < math.inf:
         most_s = max(most_s, PATIENCE * num_first * step_s)
     return Patience(
-        batch_size=config.batch_size,
+        batch_size=samples,
         num_first=num_first,
         step_s=step_s,
         factor=factor,

@@ -141,7 +141,7 @@ def test_how_a_study_was_asked_goes_before_it(tmp_path: Path, monkeypatch: pytes
         ("bugdet = '2m'", "bugdet: there is no such option; did you mean budget?"),
         ("memory_limit = '2GiB'", "memory_limit: there is no such option; did you mean memory-limit?"),
         ("steps = 100", "steps: there is no such option; did you mean train-steps?"),
-        ("quux = 1", "quux: there is no such option; expected one of device, memory-limit,"),
+        ("quux = 1", "quux: there is no such option; expected one of device, devices, memory-limit,"),
         ("budget = true", "budget: True is not possible; expected more than 0 seconds"),
         ("trials = 2.5", "trials: 2.5 is not a whole number; expected at least 1"),
         ("trials = true", "trials: True is not a whole number; expected at least 1"),

@@ -23,7 +23,8 @@ def test_a_cpu_is_shared_by_processes(devices: str, device: str) -> None:
         ("all", "cpu", "say how many: cpu:2"),
         ("cpu:0", "cpu", "say how many: cpu:2"),
         ("cpu:0,1", "cpu", "say how many: cpu:2"),
-        ("cuda:0,0", "auto", "names a device twice"),
+        ("0,1", "cpu", "names no devices"),
+        ("2", "cuda:1", "counts devices"),
     ],
 )
 def test_what_names_no_devices_says_what_would(devices: str, device: str, said: str) -> None:

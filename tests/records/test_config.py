@@ -11,12 +11,9 @@ from autotune.probe.batch_support import batch_support
 from autotune.records.config import ALONE, BatchPlan, ProbeSettings, World, divisors, largest_batch_size, share_of
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome
-from autotune.session import prepare
 from autotune.space import build_space
-from autotune.task import Task
 from autotune.techniques import find_techniques
 from tests.closed_form import inspection
-from tests.models import tiny
 
 techniques = find_techniques()
 complete = techniques.complete
@@ -60,9 +57,6 @@ def test_configs_spaces_and_sessions_follow_the_rule_of_their_world():
     assert {one.samples_per_step for one in space} == {48}
     smaller = space.with_smaller_baseline()
     assert smaller is not None and smaller.baseline.plan_in(TWO).samples_per_step == 96
-    task = Task(build_model=tiny.build_model, make_batch=tiny.make_batch)
-    session = prepare(task, {"batch_size": 4}, device="cpu", global_batch=16, world=TWO)
-    assert (session.world, session.config.accumulation_steps) == (TWO, 2)
 
 
 def test_what_was_kept_before_there_were_worlds_is_of_one_process():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from autotune.group import Together
 from autotune.randomness import keep_randomness
 from autotune.task.batches import to_device
 from autotune.techniques.build import Build, Spread
@@ -33,11 +34,11 @@ class Around(nn.Module):
 def copies(build: Build) -> Spread:
     """A copy of the model in each process, whose gradients are averaged in buckets: `DistributedDataParallel`.
 
-    Its keyword arguments are `build.ddp_options`. Parameters that the loss does not reach are looked for once, on two samples:
-    DDP waits for every gradient unless it is told to look for itself at each step, which takes time.
+    Its keyword arguments are `build.ddp_options`. Whether the loss leaves parameters out is found out once: DDP waits for every
+    gradient unless it is told to look for them at each step, which takes time.
     """
     around = Around(build.model)
-    found = next(unreached(build), None) is not None
+    found = _leaves_some_out(build)
     # parameters are equal by now: it would send them once more
     ddp = nn.parallel.DistributedDataParallel(
         around, find_unused_parameters=found, init_sync=False, **build.ddp_options
@@ -68,29 +69,27 @@ def shards(build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: boo
     return Spread(around, synchronizing, gathers=True)
 
 
-def unreached(build: Build) -> Iterator[nn.Parameter]:
-    """Parameters that are trained and that a loss over two samples does not depend on."""
-    with keep_randomness(build.device.torch_device):
+def _leaves_some_out(build: Build) -> bool:
+    """Whether the loss does not reach all parameters that are trained, in this process or in another one.
+
+    It is found out by one micro step, as training takes it, of which nothing is left.
+    """
+    device = build.device.torch_device
+    with keep_randomness(device):
         buffers = [(buffer, buffer.clone()) for buffer in build.model.buffers()]
-        batch = to_device(build.task.small_batch(2), build.device.torch_device)
+        batch = to_device(build.task.batch(build.config.batch_size), device)
         for transform in build.batch_transforms:
             batch = transform(batch)
-        loss = build.task.loss(build.model, batch)
-        reached = set(_leaves(loss.grad_fn))
+        with ExitStack() as stack:
+            for context in build.forward_contexts:
+                stack.enter_context(context())
+            loss = build.task.loss(build.model, batch)
+        loss.backward()
+        trained = [parameter for parameter in build.model.parameters() if parameter.requires_grad]
+        leaves_out = any(parameter.grad is None for parameter in trained)
         with torch.no_grad():
+            for parameter in trained:
+                parameter.grad = None
             for buffer, before in buffers:
                 buffer.copy_(before)
-    yield from (p for p in build.model.parameters() if p.requires_grad and id(p) not in reached)
-
-
-def _leaves(node: Any) -> Iterator[int]:
-    """The ids of the tensors whose gradients a graph comes to."""
-    waiting, seen = [node], {node}
-    while waiting:
-        node = waiting.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield id(leaf)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+    return Together(build.world, device).largest(leaves_out) > 0
