@@ -57,7 +57,7 @@ def search(options: argparse.Namespace) -> int:
         require_other(out, "--out", "the table", options.replay)
     result: Result | None
     code = ANSWERED
-    if SEVERAL.fullmatch(options.devices or ""):
+    if SEVERAL.fullmatch(getattr(options, "devices", None) or ""):
         return _search_on_each(options)
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
