@@ -7,15 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch import nn
 from torch.distributed import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from autotune.errors import TaskError
 from autotune.records.config import ALONE, World
 from autotune.session import Session, prepare
 from autotune.task import Task
+from autotune.task.batches import split
 from autotune.techniques import UnsupportedError
 from tests.worlds import Ranks
 
@@ -449,3 +452,83 @@ def resumed_rate(world: World, parallel: str) -> list[float]:
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp"])
 def test_a_learning_rate_that_was_set_is_kept(ranks: Ranks, parallel: str) -> None:
     assert ranks.run(resumed_rate, parallel) == [[0.125], [0.125]]
+
+
+def hugging_face() -> Task:
+    def build_model() -> nn.Module:
+        torch.manual_seed(3)
+        config = GPT2Config(
+            vocab_size=WORDS,
+            n_positions=16,
+            n_embd=WIDTH,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
+        return GPT2LMHeadModel(config)
+
+    def make_batch(batch_size: int) -> dict[str, torch.Tensor]:
+        x, y = samples(batch_size)
+        return {"input_ids": x, "labels": y}
+
+    return Task(build_model=build_model, make_batch=make_batch, global_batch=GLOBAL_BATCH)
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block() for _ in range(3)))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(batch), batch.flip(-1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def of_lightning() -> Task:
+    def build_model() -> nn.Module:
+        torch.manual_seed(3)
+        return Lit()
+
+    def make_batch(batch_size: int) -> torch.Tensor:
+        return torch.randn(batch_size, WIDTH, generator=torch.Generator().manual_seed(batch_size))
+
+    return Task(build_model=build_model, make_batch=make_batch, global_batch=GLOBAL_BATCH)
+
+
+STACKS = {"a Hugging Face model": hugging_face, "a LightningModule": of_lightning}
+
+
+def trained_by_stack(world: World, name: str, config: Mapping[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    made = STACKS[name]()
+    session = prepare(made, config, device="cpu", world=world, on_oom="raise")
+    each = GLOBAL_BATCH // world.size
+    (own, *_) = [split(made.batch(GLOBAL_BATCH), made.cuts(), each)[world.rank]]
+    return steps(session, [own] * 3)
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+@pytest.mark.parametrize("name", STACKS)
+def test_models_of_other_stacks_train_the_same_in_two_processes(ranks: Ranks, name: str, parallel: str) -> None:
+    alone = trained_by_stack(ALONE, name, {"batch_size": GLOBAL_BATCH})
+    same(ranks.run(trained_by_stack, name, {"batch_size": 4, "parallel": parallel}), alone, 1e-5)
+
+
+def normalised(world: World, parallel: str) -> tuple[list[float], dict[str, Any]]:
+    def build_model() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(world.rank))
+    made = Task(build_model=build_model, make_batch=lambda n: (torch.randn(n, WIDTH), torch.zeros(n, dtype=torch.long)))
+    session = prepare(made, {"batch_size": 8, "parallel": parallel}, device="cpu", world=world)
+    return steps(session, [(x, torch.arange(8) % 2)] * 3)
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+def test_with_batch_normalisation_all_processes_have_the_same_parameters(ranks: Ranks, parallel: str) -> None:
+    first, second = ranks.run(normalised, parallel)
+    same([second], first, 1e-6)

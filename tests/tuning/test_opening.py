@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 import autotune
-from autotune.errors import StudyError
+from autotune.errors import ConfigError, StudyError
 from autotune.records.config import World
 from autotune.records.inspection import Inspection, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
 from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
 from autotune.report.study import study_sections
+from autotune.runners.replay import ReplayRunner
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.study.store import Store, storage_errors, stored_facts
@@ -27,6 +28,7 @@ from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.inspecting import count_train_samples
 from autotune.tuning.opening import Kept, fingerprint
+from autotune.tuning.search import search
 from autotune.units import MIB
 from tests.closed_form import inspection
 from tests.integrations.answers import known
@@ -252,3 +254,10 @@ def test_the_steps_of_a_command_of_several_processes_take_the_samples_of_all() -
     alone = inspection()
     options = SearchOptions(train_steps=10)
     assert count_train_samples(options, found) == 2 * count_train_samples(options, alone)
+
+
+@pytest.mark.parametrize(("option", "value"), [("device", "cpu"), ("devices", "cpu:2")])
+def test_a_runner_has_devices_of_its_own(option: str, value: str) -> None:
+    gpt = Path(__file__).parent.parent.parent / "studies" / "gpt"
+    with pytest.raises(ConfigError, match=f"{option} {value} cannot be chosen: the runner has its own"):
+        search(TaskSource.of(gpt / "model.py"), SearchOptions(**{option: value}), runner=ReplayRunner(gpt / "cpu.csv"))
