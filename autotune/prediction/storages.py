@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from contextlib import ExitStack
+from typing import Any, Self, cast
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices.kernels.rules import Hidden, Scratch
@@ -139,6 +142,7 @@ class StorageTracker(TorchDispatchMode):
         self._results = hidden.results
         self._living: dict[int, _Reference] = {}  # by the address of the storage
         self.last_key = 0
+        self._unpatched = ExitStack()
         # of an addition just made: its result, first operand
         self._sum: tuple[_Reference, _Reference | None] | None = None
 
@@ -151,6 +155,8 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         if func is _READ_DEVICE:
             return args[0].fake_device
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does to its own part comes here next
         result = NotImplemented
         if func in SUBSTITUTES:
             result = SUBSTITUTES[func](*args, **(kwargs or {}))
@@ -182,6 +188,23 @@ class StorageTracker(TorchDispatchMode):
         self._free_all(around, scratch.before)
         return result
 
+    def __enter__(self) -> Self:
+        """FSDP2 frees what it has gathered, and fills it again, by resizing the storage, which is no operator."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            result = resize(storage, size_bytes)
+            if storage._cdata in self._living:
+                self._see_storage(storage)
+            return result
+
+        self._unpatched.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._unpatched.close()
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
     def begin_with(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget all that was seen: these alone are there, allocated in this order."""
         self.events.clear()
@@ -198,7 +221,9 @@ class StorageTracker(TorchDispatchMode):
                 self._see_dense(part)
 
     def _see_dense(self, tensor: torch.Tensor, real_bytes: int | None = None) -> None:
-        storage = tensor.untyped_storage()
+        self._see_storage(tensor.untyped_storage(), real_bytes)
+
+    def _see_storage(self, storage: torch.UntypedStorage, real_bytes: int | None = None) -> None:
         address, shown_bytes = storage._cdata, storage.nbytes()
         known = self._living.get(address)
         if known is not None:

@@ -29,6 +29,7 @@ class Connection:
         log: receives what the import prints.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job.
+        num_ranks: of the worlds that are probed.
 
     Attributes:
         hello: what the supervisor says of the task: in `stated` what its author does (a `Stated`), where there is a task, and in
@@ -39,10 +40,12 @@ class Connection:
         StudyError: the log cannot be written.
     """
 
-    def __init__(self, source: TaskSource | None, *, log: Path, import_timeout_s: float, fork: bool) -> None:
+    def __init__(
+        self, source: TaskSource | None, *, log: Path, import_timeout_s: float, fork: bool, num_ranks: int = 1
+    ) -> None:
         self._source = source
         self._log = log
-        self._process = self._start(fork)
+        self._process = self._start(fork, num_ranks)
         self._socket.settimeout(import_timeout_s)
         try:
             line = self._replies.readline()
@@ -95,7 +98,7 @@ class Connection:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _start(self, fork: bool) -> subprocess.Popen[bytes]:
+    def _start(self, fork: bool, num_ranks: int) -> subprocess.Popen[bytes]:
         try:
             log = self._log.open("wb")
         except OSError as error:
@@ -112,6 +115,7 @@ class Connection:
             "source": None if self._source is None else self._source.to_dict(),
             "blas_threads": blas_threads,
             "fork": fork,
+            "num_ranks": num_ranks,
             "parent": os.getpid(),
         }
         self._socket, theirs = socket.socketpair()

@@ -307,7 +307,11 @@ class LocalRunner(OneSlotRunner):
         """The supervisor; another one where the last has died."""
         if self._connection is None:
             self._connection = Connection(
-                self._source, log=self._import_log, import_timeout_s=self._import_timeout_s, fork=self._fork
+                self._source,
+                log=self._import_log,
+                import_timeout_s=self._import_timeout_s,
+                fork=self._fork,
+                num_ranks=self.world.size,
             )
         return self._connection
 

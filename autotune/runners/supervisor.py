@@ -45,7 +45,7 @@ def main() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may hang, and nobody reads the socket then
     if os.getppid() != greeting["parent"]:
         os._exit(0)
-    hello, task = _import(source, may_fork=greeting["fork"]) if source is not None else ({"no_fork": ""}, None)
+    hello, task = _import(source, greeting) if source is not None else ({"no_fork": ""}, None)
     libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
@@ -80,7 +80,7 @@ class Inbox:
         return json.loads(line)  # type: ignore[no-any-return]
 
 
-def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], Any]:
+def _import(source: dict[str, Any], greeting: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
     from autotune.errors import AutotuneError
     from autotune.runners.runner import Stated
@@ -90,7 +90,7 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
 
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    _import_everything()
+    _import_everything(greeting["num_ranks"])
     origin = TaskSource.from_dict(source)
     before = _num_threads()
     try:
@@ -101,7 +101,7 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     except BaseException as error:
         frames = "".join(traceback.format_exception(error))
         return {"error": f"importing the model file raised {type(error).__name__}: {error}", "frames": frames}, None
-    no_fork = "" if may_fork else "asked for"
+    no_fork = "" if greeting["fork"] else "asked for"
     if (threads := _num_threads()) > max(1, before):
         no_fork = (
             f"importing the model file started {plural(threads - before, 'thread')}; start them inside its functions"
@@ -114,12 +114,15 @@ def _import(source: dict[str, Any], *, may_fork: bool) -> tuple[dict[str, Any], 
     return {"no_fork": no_fork, "stated": stated}, None if no_fork else task
 
 
-def _import_everything() -> None:
+def _import_everything(num_ranks: int = 1) -> None:
     """Import all that a probe needs, so that it is there after a fork: also what torch imports late."""
     import threadpoolctl  # noqa: F401
     import torch
     import torch._dynamo  # an optimizer's first step imports it, which takes a second or two
     import torch.utils.checkpoint
+
+    if num_ranks > 1:
+        import torch.distributed.optim
 
     import autotune.probe.checks
     import autotune.probe.inspection

@@ -96,7 +96,8 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The strided tensors that hold the memory of a sparse or jagged tensor; of any other, itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in strided_parts(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in names]  # among those of a DTensor is its mesh
+        return [dense for part in parts if isinstance(part, torch.Tensor) for dense in strided_parts(part)]
     if tensor.layout is torch.strided:
         return [tensor]
     return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]

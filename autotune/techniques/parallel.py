@@ -76,6 +76,7 @@ class Parallel(Technique):
         if choice == ZERO1:
             build.optimizers.append(shard_state)
             return
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
         from torch.distributed.device_mesh import init_device_mesh
 
         from autotune.techniques.tensors.spread import shards
@@ -86,9 +87,9 @@ class Parallel(Technique):
             if build.world.size % number:
                 raise UnsupportedError(f"parallel={choice}: {build.world.size} processes make no groups of {number}")
             sizes = (build.world.size // number, number)
-        mesh = init_device_mesh(
-            build.device.torch_device.type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]
-        )
+        names = ("replicate", "shard")[-len(sizes) :]
+        with unset_fake_temporarily():  # of a trace: a mesh reads the values of its tensor
+            mesh = init_device_mesh(build.device.torch_device.type, sizes, mesh_dim_names=names)
         build.spread = shards(
             build, _blocks(build.task, build.model), mesh=mesh, reshard=choice != FSDP_GRAD, **build.fsdp_options
         )
