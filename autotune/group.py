@@ -77,13 +77,13 @@ class Together:
     """What the processes of a world must decide alike: each takes the largest of what they found, so all go on, or all stop."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self._size, self._device = world.size, device if world.size == 1 else host_or(device)
+        self._size, self._device = world.size, device
 
     def largest(self, value: float) -> float:
         """The largest of the processes' values; they wait for each other."""
         if self._size == 1:
             return value
-        values = torch.tensor(float(value), dtype=torch.float64, device=self._device)
+        values = torch.tensor(float(value), dtype=torch.float64, device=host_or(self._device))
         distributed.all_reduce(values, distributed.ReduceOp.MAX)
         return float(values)
 
