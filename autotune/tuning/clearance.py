@@ -185,7 +185,7 @@ class Clearance:
         return Finding(reason=f"the comparison did not run ({ended})", has_finished=True)
 
     def _run(self, changes: Changes, timeout_s: float) -> Check | Outcome | NotCompared:
-        """Run a comparison within a time; where the memory limit is too small for it, in all that is free."""
+        """Run a comparison within a time; where the memory limit is too small for it, in all that is free, then on fewer samples."""
         search = self._search
         budget, limit_bytes = search.budget, search.history.objective.memory_limit_bytes
         config = self._config(changes)
@@ -201,12 +201,15 @@ class Clearance:
             limited = settings.replace(memory_limit_bytes=limit_bytes)
             return search.runner.run(CheckJob(config=config, settings=limited, batch_size=size))
 
+        least = 2 if CUT in changes else 1
         started_s = budget.elapsed_s
         try:
             with budget.split("checks"):
-                found = within(limit_bytes)
-                if isinstance(found, Outcome) and found.kind is Kind.OOM:  # plain fp32 may be what does not fit
+                while _is_short(found := within(limit_bytes)):  # plain fp32 may be what does not fit
                     found = search.runner.in_all_that_is_free(within, limit_bytes) or found
+                    if not _is_short(found) or not small or size // 2 < least:
+                        break
+                    size //= 2
                 return found
         except ProbeFault as fault:
             return Outcome(kind=Kind.TIMEOUT, cause=str(fault))
@@ -239,6 +242,10 @@ class Clearance:
     def _is_exact(self, change: tuple[str, Choice]) -> bool:
         name, _ = change
         return name == ACCUMULATION or self._techniques[name].exact
+
+
+def _is_short(found: Check | Outcome | NotCompared) -> bool:
+    return isinstance(found, Outcome) and found.kind is Kind.OOM
 
 
 def _finding(check: Check) -> Finding:

@@ -156,6 +156,18 @@ def test_what_no_time_is_left_to_compare_is_no_answer(tmp_path, monkeypatch):
     assert any("the budget was spent" in text and "--budget" in text for text in result.warnings)
 
 
+def test_a_comparison_that_does_not_fit_is_made_with_fewer_samples(tmp_path):
+    class Short(Compared):
+        def check_of(self, config, settings, batch_size):
+            sizes.append(batch_size)
+            return passed_check() if batch_size == 1 else OOM
+
+    sizes = []
+    made = recommender(tmp_path, Short())
+    assert Clearance(made).clear(made.history.space.complete({"optimizer_impl": "fused"}))
+    assert list(dict.fromkeys(sizes)) == [4, 2, 1]
+
+
 def test_comparisons_take_no_more_than_their_share_of_the_budget(tmp_path):
     class SlowToCompare(Compared):
         def check_of(self, config, settings, batch_size):
