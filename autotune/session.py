@@ -155,12 +155,10 @@ class Session:
     def loss(self, micro_batch: Any) -> torch.Tensor:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""
         with self.ready(micro_batch) as ready:
-            run = self._spread.run if self._spread is not None else self._alone
-            loss: torch.Tensor = run(self.task.loss, ready)
+            if self._spread is None:
+                return self.task.loss(self.model, ready)
+            loss: torch.Tensor = self._spread.run(self.task.loss, ready)
             return loss
-
-    def _alone(self, function: Callable[[torch.nn.Module, Any], Any], batch: Any) -> Any:
-        return function(self.model, batch)
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
         """Evaluate the model, in the config's precision and `torch.inference_mode`, without changing how training goes on.
@@ -428,9 +426,8 @@ def prepare(
     _apply(build, techniques, Phase.LOADER)
     if world.size > 1:
         seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
-    halves = (
-        on_oom == HALVE and world.size == 1
-    )  # the others of a world are somewhere in a step that cannot be taken back
+    # the others of a world are somewhere in a step that cannot be taken back
+    halves = on_oom == HALVE and world.size == 1
     return Session(build, Recovery(build) if halves else None)
 
 

@@ -59,12 +59,11 @@ def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
     """
     spoke = {one.rank: one for one in told}
     by_itself = [rank for rank in range(len(ended["exit_codes"])) if rank not in ended["killed"]]
-    silent = [rank for rank in by_itself if rank not in spoke]
-    failed = [rank for rank in by_itself if ended["exit_codes"][rank]]
-    causes = [rank for rank in failed if rank in spoke and not spoke[rank].lost_peer]
-    return min(
-        silent or causes or failed, key=lambda rank: spoke[rank].ended_s if rank in spoke else rank, default=None
-    )
+    if silent := [rank for rank in by_itself if rank not in spoke]:
+        return silent[0]
+    failed = [spoke[rank] for rank in by_itself if ended["exit_codes"][rank]]
+    first = min([one for one in failed if not one.lost_peer] or failed, key=lambda one: one.ended_s, default=None)
+    return None if first is None else first.rank
 
 
 def measured_together(measurements: Sequence[Measurement]) -> Measurement:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor
 from autotune.techniques.spread_option import SpreadOption
@@ -22,12 +20,10 @@ class BucketMb(SpreadOption):
     least = 1
     ordered = True
     of_shards = False
+    expected = Expectation(launch=Factor(spread=1.1), compute=Factor(spread=1.05))
 
     def label(self, choice: Choice) -> str:
         return f"buckets of {choice} MiB"
-
-    def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        return Expectation(launch=Factor(spread=1.1), compute=Factor(spread=1.05))
 
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["bucket_cap_mb"] = choice

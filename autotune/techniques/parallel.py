@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config, divisors
-from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Technique, UnsupportedError
+from autotune.techniques import Build, Expectation, Factor, Setting, UnsupportedError
 from autotune.techniques.block_chains import blocks_of
+from autotune.techniques.spread_option import SpreadTechnique
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -19,7 +21,7 @@ _HYBRID = re.compile(r"hsdp:([1-9]\d*)")
 DDP, ZERO1, FSDP, FSDP_GRAD = "ddp", "zero1", "fsdp", "fsdp_grad"
 
 
-class Parallel(Technique):
+class Parallel(SpreadTechnique):
     """DDP, and what shards on top of it or in its place. In a world of one process every choice but `ddp` is refused.
 
     `zero1` is DDP with the optimizer's state sharded by whole parameters (`ZeroRedundancyOptimizer`, Rajbhandari et al. 2020).
@@ -32,10 +34,8 @@ class Parallel(Technique):
     listed_choices = "`ddp` `zero1` `fsdp` `fsdp_grad` `hsdp:N`"
     applies = "several devices; shards of parameters: a chain of blocks"
     off = DDP
-    phase = Phase.SPREAD
     order = 50  # after the options of DDP
     leanest = (FSDP, FSDP_GRAD, ZERO1)
-    keeps_random_masks = True
     check_steps = 3
 
     def validate(self, choice: Any) -> Choice:
@@ -52,9 +52,6 @@ class Parallel(Technique):
             return Expectation(update=Factor(spread=1.3), state=Factor(typical=0.75, spread=1.2))
         return Expectation(compute=Factor(typical=1.1, spread=1.3), state=Factor(typical=0.5, spread=1.5))
 
-    def why_not(self, setting: Setting) -> str:
-        return "" if setting.world.size > 1 else "one process trains alone"
-
     def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
         """Those that shard the optimizer where it can be made anew, those that shard parameters where there are blocks."""
         choices = [DDP]
@@ -68,9 +65,6 @@ class Parallel(Technique):
     def conflict(self, config: Config) -> str:
         other = config[self.name] != DDP and config["optimizer_state"] != "default"
         return "a shard of the state is not kept in another way: leave optimizer_state at its default" if other else ""
-
-    def untraceable(self, choice: Choice, device_kind: str) -> str:
-        return "what several processes hold is not traced"
 
     def apply(self, build: Build, choice: Choice) -> None:
         if choice == ZERO1:
@@ -101,17 +95,13 @@ def _blocks(task: Task, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
         blocks = blocks_of(task, model).blocks
     except UnsupportedError:
         return ()
-    held: dict[int, int] = {}
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        held[id(parameter)] = held.get(id(parameter), 0) + 1
-    alone = []
-    for block in blocks:
-        own: dict[int, int] = {}
-        for _, parameter in block.named_parameters(remove_duplicate=False):
-            own[id(parameter)] = own.get(id(parameter), 0) + 1
-        if own and all(held[key] == number for key, number in own.items()):
-            alone.append(block)
-    return alone
+    held = _uses(model)
+    return [block for block in blocks if (own := _uses(block)) and own.items() <= held.items()]
+
+
+def _uses(module: torch.nn.Module) -> Counter[int]:
+    """How often each parameter, by its id, stands in a module."""
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -7,11 +7,11 @@ from functools import partial
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.device import BF16, FP32
-from autotune.techniques import Build, Expectation, Factor, Technique
+from autotune.techniques import Build, Expectation, Factor
 from autotune.techniques.spread_option import SpreadOption
 
 
-class ShardDtype(SpreadOption, Technique):
+class ShardDtype(SpreadOption):
     """FSDP2's `MixedPrecisionPolicy`: parameters are gathered in bf16 and computed with so, gradients are added up in bf16.
 
     The shards themselves, and what the optimizer does with them, stay in fp32. The loss runs under autocast to bf16, so that what the

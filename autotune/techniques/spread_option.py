@@ -16,16 +16,25 @@ def shards_parameters(config: Config) -> bool:
     return str(config["parallel"]).startswith(SHARDED)
 
 
-class SpreadOption(Technique):
+class SpreadTechnique(Technique):
+    """What acts on how a model is spread, in a world of several processes."""
+
+    phase = Phase.SPREAD
+    order = 10  # before what spreads the model
+    keeps_random_masks = True
+    untraced = "what several processes hold is not traced"
+
+    def why_not(self, setting: Setting) -> str:
+        return "" if setting.world.size > 1 else "one process trains alone"
+
+
+class SpreadOption(SpreadTechnique):
     """One option of the way in which a model is spread.
 
     Attributes:
         of_shards: it is an option of shards of parameters; else of copies of the model.
     """
 
-    phase = Phase.SPREAD
-    order = 10  # before what spreads the model
-    keeps_random_masks = True
     of_shards: ClassVar[bool]
 
     def conflict(self, config: Config) -> str:
@@ -33,9 +42,3 @@ class SpreadOption(Technique):
             return ""
         what = "sharded parameters" if self.of_shards else "copies of the model"
         return f"it is an option of {what}, which parallel={config['parallel']} has not"
-
-    def why_not(self, setting: Setting) -> str:
-        return "" if setting.world.size > 1 else "one process trains alone"
-
-    def untraceable(self, choice: object, device_kind: str) -> str:
-        return "what several processes hold is not traced"

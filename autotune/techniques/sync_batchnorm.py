@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from autotune.lazy import torch
 from autotune.records.config import Choice
-from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
-from autotune.techniques.spread_option import SpreadOption
+from autotune.techniques import Build, Expectation, Factor, Setting, Switch
+from autotune.techniques.spread_option import SpreadTechnique
 
 
-class SyncBatchnorm(SpreadOption, Switch):
+class SyncBatchnorm(SpreadTechnique, Switch):
     """`torch.nn.SyncBatchNorm`: statistics are those of the micro batches of all processes together."""
 
     name = "sync_batchnorm"
     summary = "batch normalisation sees the micro batches of all processes: another training, more over the wire"
     applies = "if included: several GPUs, a model with BatchNorm"
-    phase = Phase.SPREAD
     changes_learning = True
-    of_shards = False
     expected = Expectation(launch=Factor(typical=1.2, spread=1.3))
-
-    def conflict(self, config: object) -> str:
-        return ""  # of copies and of shards alike
 
     def why_not(self, setting: Setting) -> str:
         if not any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in setting.model.modules()):
