@@ -29,16 +29,14 @@ class Evaluator:
 
     def __init__(self, build: Build, ready: Callable[[Any], AbstractContextManager[Any]], *, halves: bool) -> None:
         self._task, self._model, self._device = build.task, build.model, build.device
-        self._spread, self._together = build.spread, Together(build.world, build.device.torch_device)
+        self._together = Together(build.world, build.device.torch_device)
+        self._is_alone = build.spread is None
+        # by which every pass needs all processes of the world
+        self._gathering = build.spread if build.spread is not None and build.spread.gathers else None
         self._validation = build.task.validation(build.model)
         self._ready = ready
-        halves = halves and not self._gathers  # all processes take as many passes
+        halves = halves and self._gathering is None  # all processes take as many passes
         self._halving = Halving(build.task, "batch", "it is evaluated") if halves else None
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether every pass needs all processes of the world."""
-        return self._spread is not None and self._spread.gathers
 
     def means(self, batches: Iterable[Any]) -> dict[str, float]:
         """The means of what the task evaluates over the batches in which it does, weighted by the terms of their mean loss.
@@ -66,7 +64,7 @@ class Evaluator:
             if self._validation is not None and self._together.largest(counts):
                 with torch.inference_mode():
                     at_the_end = self._validation.at_the_end()
-        if self._spread is not None:
+        if not self._is_alone:
             totals, weights, at_the_end, counts = _over_all(totals, weights, at_the_end, counts)
         if not counts:
             raise TaskError(
@@ -82,22 +80,22 @@ class Evaluator:
             self._task.evaluate if validation is None else lambda model, ready: validation.of_batch(ready)
         )
         # what is gathered in inference mode could not be trained with afterwards
-        without_gradient = torch.no_grad() if self._gathers else torch.inference_mode()
+        without_gradient = torch.inference_mode() if self._gathering is None else torch.no_grad()
         with without_gradient, self._ready(batch) as ready:
-            if self._spread is None or not self._gathers:  # copies put nothing together where they evaluate
+            if self._gathering is None:  # copies put nothing together where they evaluate
                 return of_batch(self._model, ready)
-            found: dict[str, torch.Tensor] = self._spread.run(of_batch, ready)
+            found: dict[str, torch.Tensor] = self._gathering.run(of_batch, ready)
             return found
 
     def _take_part(self, batch: Any) -> None:
         """Pass a batch that does not count, for which the others wait."""
-        assert self._spread is not None
+        assert self._gathering is not None
         with torch.no_grad(), self._ready(batch) as ready:
-            self._spread.run(self._task.loss, ready)
+            self._gathering.run(self._task.loss, ready)
 
     def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches. Where every pass needs all processes, one that has none left passes a sample that does not count."""
-        if not self._gathers:
+        if self._gathering is None:
             yield from batches
             return
         own = iter(batches)
@@ -155,7 +153,7 @@ class Evaluator:
                 continue
             weight = self._task.weight(part, size)
             if not weight:  # the mean over nothing is NaN
-                if self._gathers:
+                if self._gathering is not None:
                     self._take_part(part)
                 continue
             try:

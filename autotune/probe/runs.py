@@ -121,12 +121,8 @@ class Runs:
                     prepare_model(model)
                 start = [_host(p) for p in model.parameters()] if self.num_steps > 1 else []
                 seed_everything(seed)
-                with _gradients(session) as gradients:
+                with _gradients(session, world) as gradients:
                     loss = float(session.accumulate(fresh_copy(batch)))
-                if world.size > 1:  # they are put together after the hooks have seen each process's own
-                    scale = 1.0 if session.scaler is None else session.scaler.get_scale()
-                    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                    gradients = [_host(torch.zeros_like(p) if p.grad is None else p.grad).div_(scale) for p in trained]
                 session.update()
                 # GradScaler starts too high on purpose and skips steps, halving its scale, until nothing overflows.
                 if session.scaler is None or all(bool(g.isfinite().all()) for g in gradients):
@@ -155,10 +151,11 @@ class Runs:
 
 
 @contextlib.contextmanager
-def _gradients(session: Session) -> Iterator[Tensors]:
-    """Unscaled gradients of all parameters on the host, zero where there is none, as they come in the backward pass.
+def _gradients(session: Session, world: World) -> Iterator[Tensors]:
+    """Unscaled gradients of all parameters on the host, zero where there is none, which are complete at the end.
 
-    A technique may use them up there.
+    One process takes them as they come in the backward pass, where a technique may use them up. Several put theirs together
+    after that.
     """
     scale = 1.0 if session.scaler is None else session.scaler.get_scale()
     parameters = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
@@ -169,8 +166,13 @@ def _gradients(session: Session) -> Iterator[Tensors]:
 
     with contextlib.ExitStack() as stack:
         for number, parameter in enumerate(parameters):
-            stack.callback(parameter.register_hook(partial(add, number)).remove)
+            if world.size == 1:
+                stack.callback(parameter.register_hook(partial(add, number)).remove)
         yield gradients
+    if world.size > 1:
+        for number, parameter in enumerate(parameters):
+            if parameter.grad is not None:
+                add(number, parameter.grad)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,11 @@ class BatchSupport:
     stays_whole: bool = False
 
 
+def optimizer_name(kind: type) -> str:
+    """The class of an optimizer as `TaskFacts.optimizer` has it."""
+    return kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__qualname__}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskFacts(Record):
     """A task as plain data. What has a default is not known of a task that a command or an older table holds.

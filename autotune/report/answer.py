@@ -336,13 +336,13 @@ def _answer(result: Result) -> Measured:
     """The answer as a `Measured`. Its step time and number of processes come from the record of the same config, where there is one."""
     records: Sequence[Measured | None] = (result.baseline, *result.play_off.finalists, *result.front)
     known = next((record for record in records if record is not None and record.config == result.config), None)
-    samples_per_step = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])
+    samples_per_process = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])
     return Measured(
         config=result.config,
         samples_per_s=result.samples_per_s,
         samples_per_s_ci=result.samples_per_s_ci,
         peak_bytes=result.peak_bytes,
-        step_s=known.step_s if known else samples_per_step / result.samples_per_s,
+        step_s=known.step_s if known else samples_per_process * result.subject.num_processes / result.samples_per_s,
         num_processes=known.num_processes if known else 1,
     )
 

@@ -26,6 +26,7 @@ from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, Reporter, Timing
 from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.formats import Record
+from autotune.records.inspection import optimizer_name
 from autotune.records.outcome import Kind, Measurement, Outcome, Progress
 from autotune.runners.failure import outcome_of_failure
 
@@ -145,7 +146,7 @@ class Watch:
             self._end(outcome=Outcome(kind=Kind.ERROR, cause=cause))
         has_number = capabilities_of(found.type).own_processors
         self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
-        self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
+        self._report = replace(self._report, optimizer=optimizer_name(type(optimizer)), has_batchnorm=_has_batchnorm())
         assert self._device is not None
         self._observers = Observers(self._device, self._world)
         self._reporter.enter("warmup")
@@ -232,11 +233,6 @@ def _place() -> World:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return World(size=distributed.get_world_size(), rank=distributed.get_rank())
     return World()
-
-
-def _name_of(kind: type) -> str:
-    """As `TaskFacts.optimizer`."""
-    return kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _has_batchnorm() -> bool:

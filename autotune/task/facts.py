@@ -10,7 +10,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import TaskError, first_line
-from autotune.records.inspection import TaskFacts
+from autotune.records.inspection import TaskFacts, optimizer_name
 from autotune.task import adapters, samples
 from autotune.task.batches import CannotCutError, num_bytes, tensors, to_device
 from autotune.task.model_file import CONSTANTS, SIGNATURES
@@ -67,7 +67,7 @@ def gather_facts(task: Task) -> TaskFacts:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(map(num_bytes, (*parameters, *model.buffers()))),
-        optimizer=_class_of(optimizer),
+        optimizer=optimizer_name(type(optimizer)) if isinstance(optimizer, torch.optim.Optimizer) else "",
         dataset_size=task.dataset_size(),
         has_batchnorm=uses_batch_statistics(model),
         global_batch=task.global_batch,
@@ -84,14 +84,6 @@ def gather_facts(task: Task) -> TaskFacts:
         ),
         warnings=tuple(warnings),
     )
-
-
-def _class_of(optimizer: Any) -> str:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return ""
-    kind = type(optimizer)
-    own = getattr(torch.optim, kind.__name__, None) is kind
-    return kind.__name__ if own else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def uses_batch_statistics(model: torch.nn.Module) -> bool:
