@@ -24,6 +24,7 @@ import torch
 from autotune.devices.torch_errors import is_out_of_memory
 from autotune.errors import ConfigError
 from autotune.export.base import words_of
+from autotune.group import launched_world
 from autotune.integrations.base import read, search
 from autotune.records.check import Coupling
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
@@ -88,7 +89,7 @@ def find_executable_config(
         def run(*args: Any, **kwargs: Any) -> T:
             if not found:
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
-                watched_by = listeners_of(listeners)
+                watched_by = listeners_of([] if launched_world().rank else listeners)
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
@@ -98,6 +99,9 @@ def find_executable_config(
                     return function(found[0], *args, **kwargs)
                 except Exception as error:
                     if not is_out_of_memory(error) or found[0][BATCH_SIZE] == 1:
+                        raise
+                    if launched_world().size > 1:
+                        error.add_note("it is not called again with smaller micro batches: the other processes are in the same step")
                         raise
                     if couplings[0] is not None and not couplings[0].may_be_cut:
                         error.add_note(f"it is not called again with smaller micro batches: {couplings[0].reason}")

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
+from autotune.group import launched_world
 from autotune.integrations.base import LiveModel, plain, read, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
@@ -88,7 +89,7 @@ def task_of(trainer: Trainer) -> Task:
         train_dataset=live.train_dataset,
         collate_fn=live.collate_fn,
         max_grad_norm=args.max_grad_norm or None,
-        global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * launched_world().size,
         name=type(trainer.model).__name__,
         fixed_accumulation=_scaled_by_accumulating(trainer),
         warnings=tuple(_left_out(trainer)),
