@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from autotune.devices.torch_errors import is_out_of_memory
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, TaskError
 from autotune.export.base import words_of
 from autotune.group import launched_world
 from autotune.integrations.base import read, search
@@ -32,9 +32,15 @@ from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
+from autotune.techniques.spread_option import shards_parameters
 from autotune.tuning.events import Listener, Listeners
 
 T = TypeVar("T")
+# what shards, as FSDP1 names it and FSDP2 switches it -> choice of `parallel` for the processes of one machine
+_SHARDED: Mapping[Any, Choice] = {
+    "FULL_SHARD": "fsdp", "HYBRID_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp_grad", "_HYBRID_SHARD_ZERO2": "fsdp_grad",
+    True: "fsdp", False: "fsdp_grad",
+}  # fmt: skip
 
 
 class Executable(dict[str, Any]):
@@ -47,8 +53,11 @@ class Executable(dict[str, Any]):
 
     @property
     def accelerator(self) -> dict[str, Any]:
-        """Arguments of `Accelerator`: precision, accumulation, compilation."""
-        return self._said(ACCELERATE)
+        """Arguments of `Accelerator`: precision, accumulation, compilation. Where it shards, the launcher has given the precision."""
+        said = self._said(ACCELERATE)
+        if shards_parameters(self):
+            said.pop("mixed_precision", None)
+        return said
 
     @property
     def dataloader(self) -> dict[str, Any]:
@@ -124,8 +133,20 @@ def choices_of_accelerator() -> dict[str, Choice]:
     """What the `Accelerator` that exists already does to every loop of this process; nothing where there is none."""
     if (state := _state()) is None:
         return {}
+    spread = state.distributed_type.value
+    if spread not in ("NO", "FSDP") and not spread.startswith("MULTI_"):
+        raise TaskError(
+            f"the Accelerator trains with {spread}, which probes do not; tune the script with FSDP, or with copies of the model "
+            "(`accelerate launch --multi_gpu`)"
+        )
+    if state.num_processes != (size := launched_world().size):
+        raise TaskError(
+            f"{size} processes were launched, and the Accelerator of each trains among {state.num_processes}; on the CPU they train "
+            "together by Accelerator(cpu=True)"
+        )
     backend = getattr(state.dynamo_plugin, "backend", None)
-    return _read({"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value})
+    said = {"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value}
+    return _read(said, state.fsdp_plugin if spread == "FSDP" else None)
 
 
 def device_of_this_process() -> str | None:
@@ -146,7 +167,12 @@ def _state() -> Any:
 def choices_of_launcher() -> dict[str, Choice]:
     """What `accelerate launch` hands over to the `Accelerator` of this process."""
     said = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
-    return _read(said)
+    shards = os.environ.get("ACCELERATE_USE_FSDP") == "true" and torch.cuda.is_available()  # on a CPU it does not
+    if not shards:
+        return _read(said)
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return _read(said, FullyShardedDataParallelPlugin())  # as the environment says
 
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
@@ -164,8 +190,22 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
     return replace(task, baseline={**choices_of_launcher(), **(task.baseline or {})} or None), dict(options)
 
 
-def _read(said: Mapping[str, str | None]) -> dict[str, Choice]:
-    return read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
+def _read(said: Mapping[str, str | None], shards: Any = None) -> dict[str, Choice]:
+    """The choices that arguments of `Accelerator` make, and its plugin for FSDP, which is given their precision."""
+    found = read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
+    if shards is None:
+        return found
+    precision, strategy = found.pop("amp", "off"), shards.reshard_after_forward
+    if shards.fsdp_version == 1:
+        strategy = (shards.sharding_strategy or strategy).name
+    if strategy not in _SHARDED or precision == "fp16":
+        raise TaskError(
+            f"the Accelerator's FSDP has the strategy {strategy} and the precision {precision}; expected one that shards, in fp32 or "
+            "bf16: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision bf16`, say"
+        )
+    offload: Any = shards.cpu_offload
+    found |= {"parallel": _SHARDED[strategy], "shard_dtype": "bf16" if precision == "bf16" else "fp32"}
+    return {**found, "shard_offload": getattr(offload, "offload_params", "CPU" in type(offload).__name__)}
 
 
 def _halve(config: Executable) -> Executable:
