@@ -30,7 +30,7 @@ from autotune.records.check import Coupling
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
-from autotune.techniques import find_techniques
+from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 from autotune.techniques.spread_option import shards_parameters
 from autotune.tuning.events import Listener, Listeners
@@ -44,7 +44,7 @@ _SHARDED: Mapping[Any, Choice] = {
 
 
 class Executable(dict[str, Any]):
-    """A config dict, also in the words of Accelerate.
+    """A config dict, also in the words of Accelerate. How the model is spread over processes is left to the launcher.
 
     Attributes:
         accelerator: arguments of `Accelerator`.
@@ -67,7 +67,8 @@ class Executable(dict[str, Any]):
     def _said(self, framework: str) -> dict[str, Any]:
         said, techniques = dict[str, Any](), find_techniques()
         for name, choice in self.items():
-            said |= words_of(techniques, framework, name, choice) or {}
+            if name not in techniques or techniques[name].phase is not Phase.SPREAD:
+                said |= words_of(techniques, framework, name, choice) or {}
         return said
 
 
@@ -110,7 +111,9 @@ def find_executable_config(
                     if not is_out_of_memory(error) or found[0][BATCH_SIZE] == 1:
                         raise
                     if launched_world().size > 1:
-                        error.add_note("it is not called again with smaller micro batches: the other processes are in the same step")
+                        error.add_note(
+                            "it is not called again with smaller micro batches: the other processes are in the same step"
+                        )
                         raise
                     if couplings[0] is not None and not couplings[0].may_be_cut:
                         error.add_note(f"it is not called again with smaller micro batches: {couplings[0].reason}")
@@ -185,27 +188,43 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
             "make the Accelerator in the function that receives the config, and not for its task"
         )
         Listeners(listeners).warn(text)
-        task = replace(task, baseline={**(task.baseline or {}), **found} or None)
-        return task, {**options, "fix": {**options.get("fix", {}), **words}}
-    return replace(task, baseline={**choices_of_launcher(), **(task.baseline or {})} or None), dict(options)
+        return replace(task, baseline={**(task.baseline or {}), **found}), {
+            **options,
+            "fix": {**options.get("fix", {}), **words},
+        }
+    today = {**choices_of_launcher(), **(task.baseline or {})}
+    if "parallel" in today and shards_parameters(today):  # what shards is given the precision
+        options = {**options, "exclude": (*options.get("exclude", ()), "amp")}
+    return replace(task, baseline=today or None), dict(options)
 
 
-def _read(said: Mapping[str, str | None], shards: Any = None) -> dict[str, Choice]:
-    """The choices that arguments of `Accelerator` make, and its plugin for FSDP, which is given their precision."""
+def _read(said: Mapping[str, str | None], plugin: Any = None) -> dict[str, Choice]:
+    """The choices that arguments of `Accelerator` make, and its plugin for FSDP."""
     found = read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
-    if shards is None:
-        return found
-    precision, strategy = found.pop("amp", "off"), shards.reshard_after_forward
-    if shards.fsdp_version == 1:
-        strategy = (shards.sharding_strategy or strategy).name
+    return found if plugin is None else found | choices_of_shards(plugin, str(found.get("amp", "off")))
+
+
+def choices_of_shards(plugin: Any, precision: str) -> dict[str, Choice]:
+    """The choices that Accelerate's plugin for FSDP makes, which is given the precision of all: as a choice of `amp`, which is off then.
+
+    Raises:
+        TaskError: probes do not shard in this way.
+    """
+    strategy = plugin.reshard_after_forward
+    if plugin.fsdp_version == 1:
+        strategy = (plugin.sharding_strategy or strategy).name
     if strategy not in _SHARDED or precision == "fp16":
         raise TaskError(
             f"the Accelerator's FSDP has the strategy {strategy} and the precision {precision}; expected one that shards, in fp32 or "
             "bf16: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision bf16`, say"
         )
-    offload: Any = shards.cpu_offload
-    found |= {"parallel": _SHARDED[strategy], "shard_dtype": "bf16" if precision == "bf16" else "fp32"}
-    return {**found, "shard_offload": getattr(offload, "offload_params", "CPU" in type(offload).__name__)}
+    offload = plugin.cpu_offload
+    return {
+        "amp": "off",
+        "parallel": _SHARDED[strategy],
+        "shard_dtype": "bf16" if precision == "bf16" else "fp32",
+        "shard_offload": getattr(offload, "offload_params", "CPU" in type(offload).__name__),
+    }
 
 
 def _halve(config: Executable) -> Executable:

@@ -105,6 +105,8 @@ def read(
     for name, words in BATCH.items():
         found[name] = words[framework].read(given) if framework in words else None
     for name, technique in find_techniques().items():
+        if technique.phase is Phase.SPREAD and launched_world().size == 1:
+            continue  # such arguments change nothing then
         found[name] = technique.read(framework, given)
         if found[name] is None and task is not None and model is not None and framework in technique.frameworks:
             whole = technique.recomputation(task, model, technique.off)
@@ -145,19 +147,21 @@ def search(
             "devices: a search from a script is of the devices that the script trains on; leave the option out, and start the script "
             "on as many as it is to have: torchrun --nproc-per-node 2, say"
         )
-    named: dict[str, Any] = {"frameworks": tuple(frameworks), **options}
+    options = {"frameworks": tuple(frameworks), **options}
+    has_own = "runner" in options
     if world.size == 1:
-        return _search(task, named if "runner" in options else {"device": device, **named}, listeners)
+        return _search(task, options if has_own else {"device": device, **options}, listeners)
     kept = [name for name, each in find_techniques().items() if each.phase is Phase.SPREAD]
-    named["exclude"] = (*named.get("exclude", ()), *(name for name in kept if name not in named.get("fix", ())))
+    options["exclude"] = (*options.get("exclude", ()), *(name for name in kept if name not in options.get("fix", ())))
+    device = options.pop("device", device)
 
     def search_on(devices: str) -> Result:
         """Search on the devices of all."""
         spread = f"parallel={(task.baseline or {}).get('parallel', 'ddp')}"
         Listeners(listeners).tell(f"how the model is spread over the processes stays as the script has it: {spread}")
-        return _search(task, {"devices": devices, **named}, listeners)
+        return _search(task, options if has_own else {"devices": devices, **options}, listeners)
 
-    return search_by_first(search_on, str(named.pop("device", device)), world)
+    return search_by_first(search_on, device, world)
 
 
 def _search(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> Result:

@@ -30,8 +30,8 @@ from autotune.records.result import Result
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 5.0  # until the others have heard how it ended, of whom some may be gone
 _OF_LAUNCHERS = {
-    "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "RANK",
-    "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE",
+    "ACCELERATE_USE_FSDP", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "NODE_RANK", "RANK", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE",
 }  # fmt: skip
 _FAMILIES = ("TORCHELASTIC_", "PMI_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")  # of launchers' variables
 _number = itertools.count()  # of this process's searches, which all processes make in the same order
@@ -51,7 +51,7 @@ def search_by_first(search: Callable[[str], Result], device: str, world: World) 
     store = distributed.PrefixStore(f"autotune/{next(_number)}", _store(world))
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    name = open_device(launched_device(device, world)).name
+    name = open_device("cpu" if device.startswith("cpu:") else launched_device(device, world)).name  # some number it
     store.set(str(world.rank), json.dumps([platform.node(), name]))
     if world.rank:
         found = pickle.loads(_wait_for(store, "answer"))
@@ -62,7 +62,7 @@ def search_by_first(search: Callable[[str], Result], device: str, world: World) 
     try:
         places = [json.loads(_wait_for(store, str(rank))) for rank in range(world.size)]
         with _as_if_alone(world.size):
-            result = search(_devices_of(places))
+            result = search(devices_of(places))
     except BaseException as error:
         known = isinstance(error, AutotuneError)
         _tell(store, error if known else AutotuneError(f"the search in rank 0 ended by {in_one_line(error)}"), world)
@@ -99,7 +99,7 @@ def _tell(store: Any, found: Result | BaseException, world: World) -> None:
         time.sleep(_LOOK_EVERY_S)
 
 
-def _devices_of(places: Sequence[tuple[str, str]]) -> str:
+def devices_of(places: Sequence[tuple[str, str]]) -> str:
     """The devices of processes, each given by its machine and its device's name, as the option `devices` takes them."""
     machines = dict.fromkeys(machine for machine, _ in places)
     if len(machines) > 1:

@@ -61,7 +61,7 @@ _FRAMEWORKS = (LIGHTNING, DATALOADER)
 _READ = ("accumulate_grad_batches", "precision")
 _SEEN = (
     "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision",
-    "log_every_n_steps", "check_val_every_n_epoch", "default_root_dir",
+    "log_every_n_steps", "check_val_every_n_epoch", "default_root_dir", "world_size", "num_devices",
 )  # fmt: skip
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 

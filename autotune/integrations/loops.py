@@ -273,7 +273,9 @@ def data_of(loader: Any) -> dict[str, Any]:
             "no other batch size can be tried; give one with a batch_size"
         )
     warnings: tuple[str, ...] = ()
-    if not isinstance(loader.sampler, RandomSampler | SequentialSampler | DistributedSampler | _InfiniteConstantSampler):
+    if not isinstance(
+        loader.sampler, RandomSampler | SequentialSampler | DistributedSampler | _InfiniteConstantSampler
+    ):
         warnings = (
             f"the DataLoader's {type(loader.sampler).__name__} was not used: probes draw samples in random order",
         )
