@@ -48,7 +48,7 @@ def search_by_first(search: Callable[[str], Result], device: str, world: World) 
         TaskError: they run on several machines, or share a GPU.
         AutotuneError: as the search does, and in the other processes with the same sentence.
     """
-    store = distributed.PrefixStore(f"autotune/{next(_number)}", _store(world))
+    store = distributed.PrefixStore(f"autotune/{next(_number)}", _store(world))  # type: ignore[attr-defined]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     name = open_device("cpu" if device.startswith("cpu:") else launched_device(device, world)).name  # some number it

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from autotune.errors import AutotuneError, TaskError
 from autotune.integrations.launched import devices_of
@@ -23,7 +23,6 @@ from tests.integrations.test_base import dataset, net
 from tests.worlds import Ranks
 
 SAMPLES = 384  # two steps of 192
-PEERS = ("transformers", "lightning", "accelerate")
 
 
 @pytest.fixture(scope="module")
@@ -153,18 +152,47 @@ def accelerate_trains(world: World, folder: Path) -> Any:
     return train()
 
 
+def a_loop_trains(world: World, folder: Path) -> Any:
+    """Its micro batches stay: the others have learned of the precision and the optimizer."""
+    from autotune.integrations.loops import tune
+
+    model, loss = net(), torch.nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(dataset(SAMPLES), batch_size=4, sampler=DistributedSampler(dataset(SAMPLES)))
+    options = known(folder, world) | {"fix": {"batch_size": 4}}
+    loader = tune(model, loader, loss, optimizer, baseline={"accumulation_steps": 24}, **options).loader
+    assert isinstance(loader.sampler, DistributedSampler) and optimizer.param_groups[0]["fused"]
+    seen, steps = Seen(model[0]), 0
+    spread = torch.nn.parallel.DistributedDataParallel(model)
+    for number, (x, y) in enumerate(loader, 1):
+        loss(spread(x), y).backward()
+        if number % 24 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    return loader.batch_size, 24, steps, seen.samples, seen.arithmetic
+
+
 def train_by(world: World, folder: Path, peer: str) -> Any:
     with launched(world):
-        return globals()[f"{peer}_trains"](world, folder)
+        return TRAIN[peer](world, folder)
 
 
-@pytest.mark.parametrize("peer", PEERS)
+TRAIN = {
+    "transformers": transformers_trains,
+    "lightning": lightning_trains,
+    "accelerate": accelerate_trains,
+    "torch": a_loop_trains,
+}
+
+
+@pytest.mark.parametrize("peer", TRAIN)
 def test_every_rank_trains_with_the_answer_that_the_first_has_found(ranks: Ranks, peer: str, tmp_path: Path) -> None:
     """192 samples a step as before, of all ranks together."""
     pytest.importorskip(peer)
     first, second = ranks.run(train_by, tmp_path, peer)
     size, accumulation, steps, samples, arithmetic = first
-    assert size * accumulation == 96 and size != 4 and arithmetic == {True}
+    assert size * accumulation == 96 and (size == 4) == (peer == "torch") and arithmetic == {True}
     assert (steps, samples) == (2, SAMPLES // 2) and first == second
 
 
@@ -174,8 +202,9 @@ def fail(world: World, folder: Path, host: str = "") -> str:
     if host:
         platform.node = lambda: host.format(world.rank)
     task = Task.from_loader(net(), DataLoader(dataset(), batch_size=4), torch.nn.CrossEntropyLoss())
+    options = known(folder, world) | {"fix": {"amp": "bf61"}}
     with launched(world), pytest.raises(AutotuneError) as caught:
-        base.search(task, (), {**known(folder, world), "fix": {"amp": "bf61"}})
+        base.search(task, (), options, options.pop("listeners"))
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
