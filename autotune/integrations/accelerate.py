@@ -25,7 +25,7 @@ from autotune.devices.torch_errors import is_out_of_memory
 from autotune.errors import ConfigError, TaskError
 from autotune.export.base import words_of
 from autotune.group import launched_world
-from autotune.integrations.base import read, search
+from autotune.integrations.base import name_of, read, search
 from autotune.records.check import Coupling
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
 from autotune.report.live import listeners_of
@@ -155,7 +155,7 @@ def choices_of_accelerator() -> dict[str, Choice]:
 def device_of_this_process() -> str | None:
     """Where the `Accelerator` that exists already puts models; None where there is none."""
     state = _state()
-    return None if state is None else str(state.device)
+    return None if state is None else name_of(state.device)
 
 
 def _state() -> Any:

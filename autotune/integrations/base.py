@@ -93,6 +93,11 @@ def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
+def name_of(device: torch.device) -> str:
+    """The name of a device that a framework trains on: some number the CPU by processes."""
+    return str(device) if device.type != "cpu" else device.type
+
+
 def read(
     framework: str, given: Mapping[str, Any], task: Task | None = None, model: torch.nn.Module | None = None
 ) -> dict[str, Choice]:

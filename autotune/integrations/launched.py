@@ -51,7 +51,7 @@ def search_by_first(search: Callable[[str], Result], device: str, world: World) 
     store = distributed.PrefixStore(f"autotune/{next(_number)}", _store(world))  # type: ignore[attr-defined]
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    name = open_device("cpu" if device.startswith("cpu:") else launched_device(device, world)).name  # some number it
+    name = open_device(launched_device(device, world)).name
     store.set(str(world.rank), json.dumps([platform.node(), name]))
     if world.rank:
         found = pickle.loads(_wait_for(store, "answer"))

@@ -29,7 +29,7 @@ from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.base import arguments
 from autotune.group import launched_world
-from autotune.integrations.base import LiveModel, read, require_said, search, words_of_changes
+from autotune.integrations.base import LiveModel, name_of, read, require_said, search, words_of_changes
 from autotune.integrations.loops import baseline_of, data_of
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
@@ -344,7 +344,7 @@ def _device(trainer: Trainer | None) -> str:
     device = trainer.strategy.root_device
     if device.type not in TYPES:
         raise TaskError(f"the Trainer's device is {device}; expected a CPU or an NVIDIA GPU: accelerator='cpu', say")
-    return str(device)
+    return name_of(device)
 
 
 def _not_reached(module: LightningModule) -> Iterable[str]:

@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from autotune.errors import TaskError
 from autotune.group import host_or, launched_world
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
-from autotune.integrations.base import LiveModel, find_changes, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, find_changes, name_of, read, search, words_of_changes
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.session import Ready, prepare
@@ -130,7 +130,7 @@ def _device_of(model: torch.nn.Module) -> str:
     """Where the loop trains: where the model is, or will be, where the process group can put nothing on the host together."""
     if distributed.is_initialized() and host_or(device := torch.device("cuda")) == device:
         return f"cuda:{torch.cuda.current_device()}"
-    return str(next(model.parameters()).device)
+    return name_of(next(model.parameters()).device)
 
 
 def _fixed(own: Mapping[str, Choice], fix: Mapping[str, Choice], exclude: Sequence[str]) -> dict[str, Choice]:

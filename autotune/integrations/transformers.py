@@ -25,7 +25,7 @@ from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
 from autotune.group import launched_world
 from autotune.integrations.accelerate import choices_of_shards
-from autotune.integrations.base import LiveModel, plain, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, name_of, plain, read, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
@@ -70,7 +70,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     if trainer.is_fsdp_enabled:  # which is given the precision
         options["exclude"] = (*options.get("exclude", ()), "amp")
-    result = search(task, (TRANSFORMERS,), options, listeners, device=str(trainer.args.device))
+    result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
     return _with_answer(trainer.args, said[TRANSFORMERS])
 

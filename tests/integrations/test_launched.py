@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import re
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,8 @@ def launched(world: World) -> Iterator[None]:
         for name, value in {**numbers, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}.items():
             patch.setenv(name, str(value))
         yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
 
 class Seen:
