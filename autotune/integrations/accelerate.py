@@ -170,8 +170,8 @@ def _state() -> Any:
 def choices_of_launcher() -> dict[str, Choice]:
     """What `accelerate launch` hands over to the `Accelerator` of this process."""
     said = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
-    shards = os.environ.get("ACCELERATE_USE_FSDP") == "true" and torch.cuda.is_available()  # on a CPU it does not
-    if not shards:
+    shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if not shards or not torch.cuda.is_available():  # on a CPU it trains copies
         return _read(said)
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -188,10 +188,8 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
             "make the Accelerator in the function that receives the config, and not for its task"
         )
         Listeners(listeners).warn(text)
-        return replace(task, baseline={**(task.baseline or {}), **found}), {
-            **options,
-            "fix": {**options.get("fix", {}), **words},
-        }
+        task = replace(task, baseline={**(task.baseline or {}), **found})
+        return task, {**options, "fix": {**options.get("fix", {}), **words}}
     today = {**choices_of_launcher(), **(task.baseline or {})}
     if "parallel" in today and shards_parameters(today):  # what shards is given the precision
         options = {**options, "exclude": (*options.get("exclude", ()), "amp")}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import os
 import pickle
 import platform
@@ -23,9 +24,10 @@ from torch import distributed
 
 from autotune.devices import open_device
 from autotune.errors import AutotuneError, TaskError, in_one_line
-from autotune.group import launched_device
+from autotune.group import WAIT_S, launched_device
 from autotune.records.config import World
 from autotune.records.result import Result
+from autotune.units import format_seconds
 
 _LOOK_EVERY_S = 0.1
 _LAST_WORDS_S = 5.0  # until the others have heard how it ended, of whom some may be gone
@@ -45,7 +47,7 @@ def search_by_first(search: Callable[[str], Result], device: str, world: World) 
         device: on which this process trains, as `launched_device` takes it.
 
     Raises:
-        TaskError: they run on several machines, or share a GPU.
+        TaskError: they run on several machines, or share a GPU, or one of them does not come.
         AutotuneError: as the search does, and in the other processes with the same sentence.
     """
     store = distributed.PrefixStore(f"autotune/{next(_number)}", _store(world))  # type: ignore[attr-defined]
@@ -60,7 +62,7 @@ def search_by_first(search: Callable[[str], Result], device: str, world: World) 
             raise found
         return found  # type: ignore[no-any-return]
     try:
-        places = [json.loads(_wait_for(store, str(rank))) for rank in range(world.size)]
+        places = [json.loads(_wait_for(store, str(rank), WAIT_S)) for rank in range(world.size)]
         with _as_if_alone(world.size):
             result = search(devices_of(places))
     except BaseException as error:
@@ -84,10 +86,20 @@ def _store_to_be(world: World) -> Any:
     return next(rendezvous("env://", world.rank, world.size))[0]
 
 
-def _wait_for(store: Any, key: str) -> bytes:
-    """The value of a key once it is there: whoever launched the processes ends them all when one of them ends."""
+def _wait_for(store: Any, key: str, wait_s: float = math.inf) -> bytes:
+    """The value of a key once it is there: whoever launched the processes ends them all when one of them ends.
+
+    Raises:
+        TaskError: it is not there in time.
+    """
+    ends = time.monotonic() + wait_s
     while not store.check([key]):
         time.sleep(_LOOK_EVERY_S)  # a wait of the store's own would let no signal through
+        if time.monotonic() > ends:
+            raise TaskError(
+                f"rank {key} has not come to the search within {format_seconds(wait_s)}; let every process of the script call it, not "
+                "the first alone"
+            )
     return store.get(key)  # type: ignore[no-any-return]
 
 

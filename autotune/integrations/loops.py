@@ -128,7 +128,8 @@ def tune(
 
 def _device_of(model: torch.nn.Module) -> str:
     """Where the loop trains: where the model is, or will be, where the process group can put nothing on the host together."""
-    if distributed.is_initialized() and host_or(device := torch.device("cuda")) == device:
+    gathers = distributed.is_available() and distributed.is_initialized()
+    if gathers and host_or(device := torch.device("cuda")) == device:
         return f"cuda:{torch.cuda.current_device()}"
     return name_of(next(model.parameters()).device)
 

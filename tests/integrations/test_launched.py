@@ -216,6 +216,18 @@ def test_an_error_of_the_first_rank_is_raised_in_all(ranks: Ranks, tmp_path: Pat
     assert told[0] == told[1] and re.match(r"ConfigError: .*'bf61'.*expected one of", told[0]), told
 
 
+def search_in_the_first_alone(world: World, folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.integrations.launched.WAIT_S", 0.0)
+        return "" if world.rank else fail(world, folder)
+
+
+def test_a_search_that_the_others_do_not_come_to_ends_with_the_next_step(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        told, _ = ranks.run(search_in_the_first_alone, tmp_path)
+    assert re.match(r"TaskError: rank 1 has not come to the search within 0\.0 s; let every process", told), told
+
+
 def test_several_machines_and_a_gpu_that_is_shared_are_refused_with_the_next_step(ranks: Ranks, tmp_path: Path) -> None:
     told = ranks.run(fail, tmp_path, "host{}")
     assert told[0] == told[1] and re.match(
