@@ -39,9 +39,13 @@ _IN_PROBES: dict[str, Any] = {
     "report_to": "none", "push_to_hub": False, "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "no",
     "load_best_model_at_end": False, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "bf16_full_eval": False,
     "fp16_full_eval": False, "eval_on_start": False, "tf32": None, "torch_compile_backend": None, "torch_compile_mode": None,
-    "activation_checkpointing": False, "auto_find_batch_size": False, "fsdp": None, "fsdp_config": None,
+    "activation_checkpointing": False, "auto_find_batch_size": False, "fsdp": "", "fsdp_config": None,
 }  # fmt: skip
 _PLAIN_OPTIMIZERS = {"AdamW": "adamw_torch"}  # class in torch.optim -> `optim` without any technique
+_DEVICE = (
+    "_setup_devices",
+    "__cached__setup_devices",
+)  # where arguments keep their device; the second before version 5
 _LOOPS = ("train", "_inner_training_loop")
 
 
@@ -184,7 +188,9 @@ class LiveTrainer:
                 with mock.patch.object(torch.cuda, "set_device"):  # they take the first of all GPUs that they see
                     args = self._class_of_args(**{**self._args, "use_cpu": not on_gpu})
                 if on_gpu:
-                    vars(args).update(_setup_devices=torch.device("cuda", torch.cuda.current_device()), _n_gpu=1)
+                    vars(args).update(
+                        dict.fromkeys(_DEVICE, torch.device("cuda", torch.cuda.current_device())), _n_gpu=1
+                    )
                 made: Any = object.__new__(self._class)
                 made._move_model_to_device = lambda *_: None
                 Trainer.__init__(made, model=self.model.model, args=args, **self._given)

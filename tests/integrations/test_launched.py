@@ -225,7 +225,7 @@ def search_in_the_first_alone(world: World, folder: Path) -> str:
 def test_a_search_that_the_others_do_not_come_to_ends_with_the_next_step(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         told, _ = ranks.run(search_in_the_first_alone, tmp_path)
-    assert re.match(r"TaskError: rank 1 has not come to the search within 0\.0 s; let every process", told), told
+    assert re.match(r"TaskError: rank 1 has not come to the search within .*; let every process", told), told
 
 
 def test_several_machines_and_a_gpu_that_is_shared_are_refused_with_the_next_step(ranks: Ranks, tmp_path: Path) -> None:
