@@ -22,22 +22,29 @@ from typing import Any, TypeVar
 import torch
 
 from autotune.devices.torch_errors import is_out_of_memory
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, TaskError
 from autotune.export.base import words_of
-from autotune.integrations.base import read, search
+from autotune.group import launched_world
+from autotune.integrations.base import name_of, read, search
 from autotune.records.check import Coupling
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
-from autotune.techniques import find_techniques
+from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
+from autotune.techniques.spread_option import shards_parameters
 from autotune.tuning.events import Listener, Listeners
 
 T = TypeVar("T")
+# what shards, as FSDP1 names it and FSDP2 switches it -> choice of `parallel` for the processes of one machine
+_SHARDED: Mapping[Any, Choice] = {
+    "FULL_SHARD": "fsdp", "HYBRID_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp_grad", "_HYBRID_SHARD_ZERO2": "fsdp_grad",
+    True: "fsdp", False: "fsdp_grad",
+}  # fmt: skip
 
 
 class Executable(dict[str, Any]):
-    """A config dict, also in the words of Accelerate.
+    """A config dict, also in the words of Accelerate. How the model is spread over processes is left to the launcher.
 
     Attributes:
         accelerator: arguments of `Accelerator`.
@@ -46,8 +53,11 @@ class Executable(dict[str, Any]):
 
     @property
     def accelerator(self) -> dict[str, Any]:
-        """Arguments of `Accelerator`: precision, accumulation, compilation."""
-        return self._said(ACCELERATE)
+        """Arguments of `Accelerator`: precision, accumulation, compilation. Where it shards, the launcher has given the precision."""
+        said = self._said(ACCELERATE)
+        if shards_parameters(self):
+            said.pop("mixed_precision", None)
+        return said
 
     @property
     def dataloader(self) -> dict[str, Any]:
@@ -57,7 +67,8 @@ class Executable(dict[str, Any]):
     def _said(self, framework: str) -> dict[str, Any]:
         said, techniques = dict[str, Any](), find_techniques()
         for name, choice in self.items():
-            said |= words_of(techniques, framework, name, choice) or {}
+            if name not in techniques or techniques[name].phase is not Phase.SPREAD:
+                said |= words_of(techniques, framework, name, choice) or {}
         return said
 
 
@@ -88,7 +99,7 @@ def find_executable_config(
         def run(*args: Any, **kwargs: Any) -> T:
             if not found:
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
-                watched_by = listeners_of(listeners)
+                watched_by = listeners_of([] if launched_world().rank else listeners)
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
@@ -98,6 +109,11 @@ def find_executable_config(
                     return function(found[0], *args, **kwargs)
                 except Exception as error:
                     if not is_out_of_memory(error) or found[0][BATCH_SIZE] == 1:
+                        raise
+                    if launched_world().size > 1:
+                        error.add_note(
+                            "it is not called again with smaller micro batches: the other processes are in the same step"
+                        )
                         raise
                     if couplings[0] is not None and not couplings[0].may_be_cut:
                         error.add_note(f"it is not called again with smaller micro batches: {couplings[0].reason}")
@@ -120,14 +136,26 @@ def choices_of_accelerator() -> dict[str, Choice]:
     """What the `Accelerator` that exists already does to every loop of this process; nothing where there is none."""
     if (state := _state()) is None:
         return {}
+    spread = state.distributed_type.value
+    if spread not in ("NO", "FSDP") and not spread.startswith("MULTI_"):
+        raise TaskError(
+            f"the Accelerator trains with {spread}, which probes do not; tune the script with FSDP, or with copies of the model "
+            "(`accelerate launch --multi_gpu`)"
+        )
+    if state.num_processes != (size := launched_world().size):
+        raise TaskError(
+            f"{size} processes were launched, and the Accelerator of each trains among {state.num_processes}; on the CPU they train "
+            "together by Accelerator(cpu=True)"
+        )
     backend = getattr(state.dynamo_plugin, "backend", None)
-    return _read({"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value})
+    said = {"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value}
+    return _read(said, state.fsdp_plugin if spread == "FSDP" else None)
 
 
 def device_of_this_process() -> str | None:
     """Where the `Accelerator` that exists already puts models; None where there is none."""
     state = _state()
-    return None if state is None else str(state.device)
+    return None if state is None else name_of(state.device)
 
 
 def _state() -> Any:
@@ -142,7 +170,12 @@ def _state() -> Any:
 def choices_of_launcher() -> dict[str, Choice]:
     """What `accelerate launch` hands over to the `Accelerator` of this process."""
     said = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
-    return _read(said)
+    shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if not shards or not torch.cuda.is_available():  # on a CPU it trains copies
+        return _read(said)
+    from accelerate import FullyShardedDataParallelPlugin
+
+    return _read(said, FullyShardedDataParallelPlugin())  # as the environment says
 
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
@@ -155,13 +188,41 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
             "make the Accelerator in the function that receives the config, and not for its task"
         )
         Listeners(listeners).warn(text)
-        task = replace(task, baseline={**(task.baseline or {}), **found} or None)
+        task = replace(task, baseline={**(task.baseline or {}), **found})
         return task, {**options, "fix": {**options.get("fix", {}), **words}}
-    return replace(task, baseline={**choices_of_launcher(), **(task.baseline or {})} or None), dict(options)
+    today = {**choices_of_launcher(), **(task.baseline or {})}
+    if "parallel" in today and shards_parameters(today):  # what shards is given the precision
+        options = {**options, "exclude": (*options.get("exclude", ()), "amp")}
+    return replace(task, baseline=today or None), dict(options)
 
 
-def _read(said: Mapping[str, str | None]) -> dict[str, Choice]:
-    return read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
+def _read(said: Mapping[str, str | None], plugin: Any = None) -> dict[str, Choice]:
+    """The choices that arguments of `Accelerator` make, and its plugin for FSDP."""
+    found = read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
+    return found if plugin is None else found | choices_of_shards(plugin, str(found.get("amp", "off")))
+
+
+def choices_of_shards(plugin: Any, precision: str) -> dict[str, Choice]:
+    """The choices that Accelerate's plugin for FSDP makes, which is given the precision of all: as a choice of `amp`, which is off then.
+
+    Raises:
+        TaskError: probes do not shard in this way.
+    """
+    strategy = plugin.reshard_after_forward
+    if plugin.fsdp_version == 1:
+        strategy = (plugin.sharding_strategy or strategy).name
+    if strategy not in _SHARDED or precision == "fp16":
+        raise TaskError(
+            f"the Accelerator's FSDP has the strategy {strategy} and the precision {precision}; expected one that shards, in fp32 or "
+            "bf16: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision bf16`, say"
+        )
+    offload = plugin.cpu_offload
+    return {
+        "amp": "off",
+        "parallel": _SHARDED[strategy],
+        "shard_dtype": "bf16" if precision == "bf16" else "fp32",
+        "shard_offload": getattr(offload, "offload_params", "CPU" in type(offload).__name__),
+    }
 
 
 def _halve(config: Executable) -> Executable:

@@ -6,7 +6,6 @@ A model and an optimizer that live in the user's process are made anew each time
 from __future__ import annotations
 
 import copy
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +16,14 @@ import torch
 from autotune import api
 from autotune.errors import ConfigError, TaskError
 from autotune.export.base import arguments
-from autotune.records.config import Choice
+from autotune.group import launched_world
+from autotune.integrations.launched import search_by_first
+from autotune.records.config import Choice, World
 from autotune.records.result import Result
 from autotune.report.figures import said_of
 from autotune.report.live import listeners_of
 from autotune.task import Task
-from autotune.techniques import find_techniques
+from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import BATCH
 from autotune.tuning.events import Listener, Listeners
 
@@ -72,17 +73,6 @@ class LiveModel:
         return f"{self.model!r} {shapes} {kind.__module__}.{kind.__qualname__} {groups}"
 
 
-def refuse_several_processes() -> None:
-    """Raise TaskError where this process is one of several that train together."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    num_processes = torch.distributed.get_world_size() if distributed else int(os.environ.get("WORLD_SIZE") or 1)
-    if num_processes > 1:
-        raise TaskError(
-            f"this process is one of {num_processes} that train together, and a search is of one device; run the script "
-            "alone first (`python train.py`), and give the answer to the launched one"
-        )
-
-
 def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's attributes as plain data, since pickling or copying it keeps those of torch's own alone.
 
@@ -103,6 +93,11 @@ def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     }
 
 
+def name_of(device: torch.device) -> str:
+    """The name of a device that a framework trains on: some number the CPU by processes."""
+    return str(device) if device.type != "cpu" else device.type
+
+
 def read(
     framework: str, given: Mapping[str, Any], task: Task | None = None, model: torch.nn.Module | None = None
 ) -> dict[str, Choice]:
@@ -115,6 +110,8 @@ def read(
     for name, words in BATCH.items():
         found[name] = words[framework].read(given) if framework in words else None
     for name, technique in find_techniques().items():
+        if technique.phase is Phase.SPREAD and launched_world().size == 1:
+            continue  # such arguments change nothing then
         found[name] = technique.read(framework, given)
         if found[name] is None and task is not None and model is not None and framework in technique.frameworks:
             whole = technique.recomputation(task, model, technique.off)
@@ -140,18 +137,40 @@ def search(
 ) -> Result:
     """Search what some frameworks can say. Progress and answer go to stderr unless listeners take them.
 
+    In a script that was launched in several processes rank 0 searches on the devices of all, and all have the answer. How the model
+    is spread over them stays as the script has it.
+
     Args:
-        device: on which the user trains, unless the options have another or a runner of their own.
+        device: on which this process trains, unless the options have another or a runner of their own.
 
     Raises:
         AutotuneError: as `autotune.search` does.
     """
-    refuse_several_processes()
-    named: dict[str, Any] = {"frameworks": tuple(frameworks)}
-    if options.get("runner") is None:
-        named["device"] = device
-    listeners = listeners_of(listeners)
-    result = api.search(task, listeners=listeners, **{**named, **options})
+    world, listeners = launched_world(), listeners_of(listeners)
+    if "devices" in options:
+        raise ConfigError(
+            "devices: a search from a script is of the devices that the script trains on; leave the option out, and start the script "
+            "on as many as it is to have: torchrun --nproc-per-node 2, say"
+        )
+    options = {"frameworks": tuple(frameworks), **options}
+    has_own = "runner" in options
+    if world.size == 1:
+        return _search(task, options if has_own else {"device": device, **options}, listeners)
+    kept = [name for name, each in find_techniques().items() if each.phase is Phase.SPREAD]
+    options["exclude"] = (*options.get("exclude", ()), *(name for name in kept if name not in options.get("fix", ())))
+    device = options.pop("device", device)
+
+    def search_on(devices: str) -> Result:
+        """Search on the devices of all."""
+        spread = f"parallel={(task.baseline or {}).get('parallel', 'ddp')}"
+        Listeners(listeners).tell(f"how the model is spread over the processes stays as the script has it: {spread}")
+        return _search(task, options if has_own else {"devices": devices, **options}, listeners)
+
+    return search_by_first(search_on, device, world)
+
+
+def _search(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> Result:
+    result = api.search(task, listeners=listeners, **options)
     found = said_of(result)
     gain = "".join((f", {found.gain}" if found.gain else "", f" ({found.sure})" if found.sure else ""))
     told = ", ".join(f"{name}={choice}" for name, choice in find_changes(task, result).items()) or "nothing to change"
@@ -193,4 +212,5 @@ def require_said(unsaid: Mapping[str, str]) -> None:
 def _before(task: Task, result: Result) -> Mapping[str, Choice]:
     if result.baseline is not None:
         return result.baseline.config
-    return find_techniques().complete(task.baseline or {}, global_batch=task.global_batch).as_dict()
+    world = World(size=result.subject.num_processes)
+    return find_techniques().complete(task.baseline or {}, global_batch=task.global_batch, world=world).as_dict()

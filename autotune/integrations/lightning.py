@@ -28,7 +28,8 @@ import torch
 from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.base import arguments
-from autotune.integrations.base import LiveModel, read, require_said, search, words_of_changes
+from autotune.group import launched_world
+from autotune.integrations.base import LiveModel, name_of, read, require_said, search, words_of_changes
 from autotune.integrations.loops import baseline_of, data_of
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
@@ -60,7 +61,7 @@ _FRAMEWORKS = (LIGHTNING, DATALOADER)
 _READ = ("accumulate_grad_batches", "precision")
 _SEEN = (
     "max_epochs", "max_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision",
-    "log_every_n_steps", "check_val_every_n_epoch", "default_root_dir",
+    "log_every_n_steps", "check_val_every_n_epoch", "default_root_dir", "world_size", "num_devices",
 )  # fmt: skip
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
@@ -141,7 +142,7 @@ def task_of(
         build_model=LiveModule(module, _stand_in(trainer, loader)).build_model,
         **data,
         baseline=baseline,
-        global_batch=plan,
+        global_batch=plan * launched_world().size,
         max_grad_norm=_clipping(module, trainer),
         name=type(module).__name__,
     )
@@ -274,6 +275,8 @@ def _stand_in(trainer: Trainer | None, loader: Any) -> TrainerStandIn:
     if trainer is None:
         return TrainerStandIn()
     length = _part(trainer, "utilities.data", built_on=True).sized_len(loader)
+    if length is not None:  # each process will have its share
+        length = -(-length // trainer.world_size)
     limit = trainer.limit_train_batches
     if isinstance(limit, int):
         length = limit if length is None else min(length, limit)
@@ -309,10 +312,14 @@ def _refuse(module: LightningModule, datamodule: LightningDataModule | None, tra
     if trainer is None:
         return
     sharded = type(trainer.strategy).__name__
-    if trainer.world_size > 1 or sharded in _SHARDED:
+    if sharded in _SHARDED:
         raise TaskError(
-            f"the Trainer uses {trainer.world_size} devices by {sharded}, and a search is of one; give tune() a "
-            "Trainer(devices=1), and what comes back to yours"
+            f"the Trainer shards the model by {sharded}; give tune() a Trainer(strategy='ddp'), and what comes back to yours"
+        )
+    if trainer.world_size != (size := launched_world().size):
+        raise TaskError(
+            f"the Trainer uses {trainer.world_size} devices, and {size} {'process runs' if size == 1 else 'processes run'} so far; "
+            "use AutotuneCallback, which searches when fit() has started them, or start the script with torchrun"
         )
     if read(LIGHTNING, {"precision": trainer.precision}) == {}:
         raise TaskError(
@@ -337,7 +344,7 @@ def _device(trainer: Trainer | None) -> str:
     device = trainer.strategy.root_device
     if device.type not in TYPES:
         raise TaskError(f"the Trainer's device is {device}; expected a CPU or an NVIDIA GPU: accelerator='cpu', say")
-    return str(device)
+    return name_of(device)
 
 
 def _not_reached(module: LightningModule) -> Iterable[str]:

@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch import distributed
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune.errors import TaskError
+from autotune.group import host_or, launched_world
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
-from autotune.integrations.base import LiveModel, find_changes, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, find_changes, name_of, read, search, words_of_changes
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.session import Ready, prepare
@@ -76,7 +78,7 @@ def tune(
 
     Args:
         model: on the device to train on, if no `Accelerator` will put it there. The loop has to call the model itself, and
-            not a method of it.
+            not a method of it. In a launched script it is not wrapped yet (`DistributedDataParallel`, `accelerator.prepare`).
         loader: of the training set.
         loss: of the model's output and the last element of a batch; None for the model's own, or the default losses.
         optimizer: of the model's parameters.
@@ -110,7 +112,7 @@ def tune(
     options["fix"] = _fixed(own, options.get("fix", {}), options.get("exclude", ()))
     # a loader of another class may be made by other arguments
     frameworks = (LOOP, DATALOADER) if type(loader) is DataLoader else (LOOP,)
-    device = device_of_this_process() or str(next(model.parameters()).device)
+    device = device_of_this_process() or _device_of(model)
     result = search(task, frameworks, options, listeners, device=device)
     if said := words_of_changes(task, result, frameworks).get(DATALOADER):
         loader = _changed_loader(loader, said)
@@ -122,6 +124,14 @@ def tune(
     if found:
         _switch_on(found, task, model, optimizer, device)
     return Tuned(loader=loader, result=result)
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    """Where the loop trains: where the model is, or will be, where the process group can put nothing on the host together."""
+    gathers = distributed.is_available() and distributed.is_initialized()
+    if gathers and host_or(device := torch.device("cuda")) == device:
+        return f"cuda:{torch.cuda.current_device()}"
+    return name_of(next(model.parameters()).device)
 
 
 def _fixed(own: Mapping[str, Choice], fix: Mapping[str, Choice], exclude: Sequence[str]) -> dict[str, Choice]:
@@ -153,7 +163,7 @@ def _switch_on(
 ) -> None:
     """Let the session's own way of preparing change a model and its optimizer in place."""
     modes = [(module, module.training) for module in model.modules()]
-    live = replace(task, build_model=lambda: model, configure_optimizers=lambda model: optimizer)
+    live = replace(task, build_model=lambda: model, configure_optimizers=lambda model: optimizer, global_batch=None)
     plan = {name: choice for name, choice in (task.baseline or {}).items() if name in BATCH_KEYS}
     state, packed = dict(optimizer.state), optimizer.state_dict()["state"]
     optimizer.state.clear()  # as each technique expects it
@@ -244,7 +254,7 @@ def task_of(
         "configure_optimizers": None if optimizer is None else live.configure_optimizers,
         **data,
         "baseline": baseline,
-        "global_batch": int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1)),
+        "global_batch": int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1)) * launched_world().size,
         "name": type(model).__name__,
     }
     return Task(**{**made, **fields})
@@ -264,7 +274,9 @@ def data_of(loader: Any) -> dict[str, Any]:
             "no other batch size can be tried; give one with a batch_size"
         )
     warnings: tuple[str, ...] = ()
-    if not isinstance(loader.sampler, RandomSampler | SequentialSampler | _InfiniteConstantSampler):
+    if not isinstance(
+        loader.sampler, RandomSampler | SequentialSampler | DistributedSampler | _InfiniteConstantSampler
+    ):
         warnings = (
             f"the DataLoader's {type(loader.sampler).__name__} was not used: probes draw samples in random order",
         )

@@ -16,13 +16,16 @@ from dataclasses import fields, replace
 from functools import partial
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import Trainer, TrainerCallback
 
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
-from autotune.integrations.base import LiveModel, plain, read, search, words_of_changes
+from autotune.group import launched_world
+from autotune.integrations.accelerate import choices_of_shards
+from autotune.integrations.base import LiveModel, name_of, plain, read, search, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
@@ -36,9 +39,13 @@ _IN_PROBES: dict[str, Any] = {
     "report_to": "none", "push_to_hub": False, "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "no",
     "load_best_model_at_end": False, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "bf16_full_eval": False,
     "fp16_full_eval": False, "eval_on_start": False, "tf32": None, "torch_compile_backend": None, "torch_compile_mode": None,
-    "activation_checkpointing": False, "auto_find_batch_size": False,
+    "activation_checkpointing": False, "auto_find_batch_size": False, "fsdp": "", "fsdp_config": None,
 }  # fmt: skip
 _PLAIN_OPTIMIZERS = {"AdamW": "adamw_torch"}  # class in torch.optim -> `optim` without any technique
+_DEVICE = (
+    "_setup_devices",
+    "__cached__setup_devices",
+)  # where arguments keep their device; the second before version 5
 _LOOPS = ("train", "_inner_training_loop")
 
 
@@ -65,7 +72,9 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
     if _own_optimizer(trainer):  # which `optim` does not choose
         said_of_others = [technique.name for technique in find_techniques().values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
-    result = search(task, (TRANSFORMERS,), options, listeners, device=str(trainer.args.device))
+    if trainer.is_fsdp_enabled:  # which is given the precision
+        options["exclude"] = (*options.get("exclude", ()), "amp")
+    result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
     return _with_answer(trainer.args, said[TRANSFORMERS])
 
@@ -88,13 +97,15 @@ def task_of(trainer: Trainer) -> Task:
         train_dataset=live.train_dataset,
         collate_fn=live.collate_fn,
         max_grad_norm=args.max_grad_norm or None,
-        global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * launched_world().size,
         name=type(trainer.model).__name__,
         fixed_accumulation=_scaled_by_accumulating(trainer),
         warnings=tuple(_left_out(trainer)),
     )
     baseline = read(TRANSFORMERS, given, task, trainer.model)
     plan = {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
+    if trainer.is_fsdp_enabled:
+        baseline |= choices_of_shards(trainer.accelerator.state.fsdp_plugin, str(baseline.get("amp", "off")))
     return replace(task, baseline={**baseline, **plan})
 
 
@@ -173,7 +184,13 @@ class LiveTrainer:
         """The trainer of this process, which trains `model` from now on."""
         if self._made is None:
             with keep_randomness():
-                args = self._class_of_args(**{**self._args, "use_cpu": not torch.cuda.is_available()})
+                on_gpu = torch.cuda.is_available()
+                with mock.patch.object(torch.cuda, "set_device"):  # they take the first of all GPUs that they see
+                    args = self._class_of_args(**{**self._args, "use_cpu": not on_gpu})
+                if on_gpu:
+                    vars(args).update(
+                        dict.fromkeys(_DEVICE, torch.device("cuda", torch.cuda.current_device())), _n_gpu=1
+                    )
                 made: Any = object.__new__(self._class)
                 made._move_model_to_device = lambda *_: None
                 Trainer.__init__(made, model=self.model.model, args=args, **self._given)
@@ -225,11 +242,10 @@ def _refuse(trainer: Trainer) -> None:
     args, name = trainer.args, type(trainer).__name__
     if trainer.train_dataset is None and type(trainer).get_train_dataloader is Trainer.get_train_dataloader:
         raise TaskError(f"the {name} has no train_dataset; give it the dataset that it is to train on")
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled or args.deepspeed or args.fsdp:
-        used = "DeepSpeed" if trainer.is_deepspeed_enabled or args.deepspeed else "FSDP"
+    if trainer.is_deepspeed_enabled or args.deepspeed:
         raise TaskError(
-            f"the {name} trains with {used}, which shards over several devices; tune it without first, and add {used} to "
-            "the arguments that come back"
+            f"the {name} trains with DeepSpeed, which probes do not; tune it without first, or with FSDP, and add DeepSpeed to the "
+            "arguments that come back"
         )
     if args.device.type not in TYPES:
         raise TaskError(f"the trainer's device is {args.device}; expected a CPU or an NVIDIA GPU")

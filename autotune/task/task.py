@@ -110,7 +110,8 @@ class Task:
 
         Args:
             model: in any state, on any device.
-            loader: its dataset, `collate_fn` and batch size are the task's, and its options the baseline's.
+            loader: its dataset, `collate_fn` and batch size are the task's, and its options the baseline's. In a launched script it is
+                one process's.
             loss: of the model's output and the last element of a batch; None for the default losses.
             optimizer: of the model's parameters, whatever its state; None for AdamW.
             **fields: of `Task`, in place of those that follow from the above: `training_step` for another step than that.

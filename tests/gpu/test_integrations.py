@@ -17,6 +17,7 @@ from autotune.units import MIB
 from tests.driver.cards import A100
 from tests.driver.run import variables
 from tests.gpu.test_cuda import require
+from tests.integrations import launched_scripts as scripts
 from tests.short_play_off import AUTOTUNE, SHORTEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("measured_once")]
@@ -159,6 +160,24 @@ def run(command: list[str], folder: Path, **environment: str) -> subprocess.Comp
 
 def test_a_tuned_trainer_trains_on_the_gpu_in_what_was_fixed_and_keeps_its_steps(trained: dict[str, Any]) -> None:
     assert trained == {"seen": [["cuda", True]], "steps": 4, "samples": 16}
+
+
+@pytest.mark.slow
+@pytest.mark.played
+def test_what_accelerate_launch_shards_is_tuned_and_trained_in_shards(tmp_path: Path) -> None:
+    """Accelerate's own example, on two cards."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    tuned = scripts.replaced(scripts.ACCELERATE, scripts.ACCELERATE_TUNED)
+    (tmp_path / "train.py").write_text(f"{SHORTEN}\n{tuned}")
+    (tmp_path / "fsdp.yaml").write_text(scripts.ACCELERATE_FSDP)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "fsdp.yaml", "train.py"]
+    done = run(command, tmp_path, **variables(tmp_path / "books", A100, 2, copies_up_to=65536))
+    assert done.returncode == 0 and "tells why" in done.stderr, done.stderr
+    assert "epoch 0: 8 steps of 32, FullyShardedDataParallel" in done.stdout.splitlines()
+    (study,) = (tmp_path / "studies").glob("*.db")
+    baseline = load_study(study).probes[0].config
+    assert (baseline["parallel"], baseline["shard_dtype"], baseline["batch_size"]) == ("fsdp", "bf16", 16)
 
 
 COMMAND = """

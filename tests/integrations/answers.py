@@ -5,19 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from autotune.records.config import ALONE, World
 from autotune.records.inspection import TaskFacts
 from autotune.runners.jobs import InspectJob, Job
-from tests.closed_form import ClosedFormRunner, inspection
+from tests.closed_form import ClosedFormRunner, inspection, techniques
 
 FACTS = TaskFacts(name="closed", source_hash="abc", optimizer="AdamW")
 
 
 class Known(ClosedFormRunner):
     def result_of(self, job: Job[Any]) -> Any:
-        return inspection(facts=FACTS) if isinstance(job, InspectJob) else super().result_of(job)
+        if not isinstance(job, InspectJob):
+            return super().result_of(job)
+        whole = 96 * self.world.size
+        baseline = techniques.complete({"batch_size": 4}, global_batch=whole, world=self.world)
+        return inspection(facts=FACTS, world=self.world, global_batch=whole, baseline=baseline.as_dict())
 
 
-def known(folder: Path) -> dict[str, Any]:
-    """Options of a search of what trains 96 samples a step in micro batches of 4."""
-    storage = f"sqlite:///{folder / 'closed.db'}"
-    return {"runner": Known(), "listeners": (), "storage": storage, "memory_limit": "1000MiB", "trials": 10}
+def known(folder: Path, world: World = ALONE) -> dict[str, Any]:
+    """Options of a search of what trains 96 samples a step, in each process of a world, in micro batches of 4."""
+    storage, runner = f"sqlite:///{folder / 'closed.db'}", Known()
+    runner.world = world
+    return {"runner": runner, "listeners": (), "storage": storage, "memory_limit": "1000MiB", "trials": 10}

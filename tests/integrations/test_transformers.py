@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from autotune import prepare
-from autotune.errors import TaskError
+from autotune.errors import ConfigError, TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from autotune.task.loading import load_source
@@ -219,7 +218,7 @@ def test_a_step_with_two_backward_passes_is_refused_with_the_reason(tmp_path: Pa
         session.step(next(iter(session.loader)))
 
 
-def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="no train_dataset; give it"):
         integration.tune(trainer_of(tmp_path, train_dataset=None))
 
@@ -232,10 +231,10 @@ def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path, monk
     trainer.is_deepspeed_enabled = True
     with pytest.raises(TaskError, match=r"DeepSpeed.*tune it without first"):
         integration.tune(trainer)
-    trainer = trainer_of(tmp_path)
-    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(TaskError, match=r"one of 2 that train together.*alone first"):
-        integration.tune(trainer, storage=str(tmp_path / "x.db"))
+    with pytest.raises(
+        ConfigError, match=r"devices: a search from a script is of the devices.*torchrun --nproc-per-node 2"
+    ):
+        integration.tune(trainer_of(tmp_path), devices=2)
 
 
 def test_another_optimizer_makes_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
