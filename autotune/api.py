@@ -21,6 +21,7 @@ from autotune.records.device import NOT_MEASURED, DeviceInfo
 from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
 from autotune.records.options import (
+    ONE_DEVICE,
     CommandOptions,
     ExplainOptions,
     PredictOptions,
@@ -150,8 +151,8 @@ def search_command(
     then halves its batch, the speed is overstated.
 
     Args:
-        command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, one `{NAME}` for each of `choices`,
-            and `{output_dir}` for a folder to write to.
+        command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, `{devices}` for the number of
+            `devices`, one `{NAME}` for each of `choices`, and `{output_dir}` for a folder to write to.
         listeners, began_s: as in `search`.
         **options
 
@@ -164,10 +165,11 @@ def search_command(
         template,
         logs=place_of(asked.storage, asked.study, template.name).logs,
         device=asked.device,
+        devices=asked.devices,
         global_batch=asked.global_batch,
         baseline=asked.baseline,
     )
-    plain = replace(asked, device="auto", global_batch=None)
+    plain = replace(asked, device="auto", devices=ONE_DEVICE, global_batch=None)
     return run_search(None, plain, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
 
 

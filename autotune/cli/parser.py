@@ -97,8 +97,8 @@ def _add_to_search(parser: Parser) -> None:
         "--command",
         dest="script",
         metavar="COMMAND",
-        help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {output_dir} and the "
-        "{NAME} of each --choices are filled in",
+        help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {devices}, "
+        "{output_dir} and the {NAME} of each --choices are filled in",
     )
     parser.group(RUN).add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
     parser.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")

@@ -15,6 +15,7 @@ from autotune.devices.instruments import ask_torch, is_there_a_sign_of_a_gpu
 from autotune.errors import DeviceError
 from autotune.lazy import torch_if_imported
 from autotune.records.device import DeviceInfo
+from autotune.records.options import ONE_DEVICE
 
 __all__ = [
     "HIDDEN",
@@ -82,7 +83,7 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
     Raises:
         DeviceError: there are not so many, or one is named twice.
     """
-    if devices == "1":
+    if devices == ONE_DEVICE:
         return (device,)
     named = re.fullmatch(r"(?:(cpu|cuda):(?=\d)|(?=\d+\Z))(\d+(?:,\d+)*)|all", devices)
     if named is None:

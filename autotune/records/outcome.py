@@ -80,7 +80,10 @@ class Measurement:
     num_graph_breaks: int = 0  # places where compiled code goes back to Python
     # graphs compiled after the first optimizer step: batches differ in what code depends on
     num_recompilations: int = 0
-    phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
+    # data, forward, backward, optimizer: one optimizer step; imbalance and communication, where ranks hold copies of the model
+    phases_s: dict[str, float] = field(default_factory=dict)
+    ranks_s: tuple[float, ...] = ()  # what each rank that holds a copy computes in a micro step, waiting left out
+    slow_rank: int | None = None  # that computes longer than another by more than the noise
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
     leaks: tuple[Kept, ...] = ()  # what is kept, where memory grows: what Python objects hold first, then the largest
@@ -99,6 +102,15 @@ class Measurement:
     def train_s(self) -> float:
         """Seconds inside training steps."""
         return self.warmup_s + self.timed_s + self.explained_s
+
+    @property
+    def unequal(self) -> str:
+        """Which rank is slower than another, in words; empty where none is by more than the noise."""
+        if self.slow_rank is None:
+            return ""
+        fastest_s = min(self.ranks_s)
+        longer = f"{self.ranks_s[self.slow_rank] / fastest_s:.2f} times as long as rank {self.ranks_s.index(fastest_s)}"
+        return f"rank {self.slow_rank} computes {longer} for as many samples, and the others wait for it"
 
     @property
     def compile_trouble(self) -> str:

@@ -23,7 +23,8 @@ from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.observers.base import Observers
-from autotune.probe.timing import MIN_BLOCK_S, Reporter, Timing
+from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
+from autotune.probe.waiting import RankTimes, find_copies, last_times
 from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.formats import Record
 from autotune.records.outcome import Kind, Measurement, Outcome, Progress
@@ -42,6 +43,7 @@ class RankReport(Record):
         outside_bytes: what it held before it built a model.
         optimizer: class of the optimizer whose steps count, as `TaskFacts.optimizer`; empty before its first step.
         has_batchnorm: as `TaskFacts.has_batchnorm`, from its first step on.
+        times: of steps of a rank that holds a copy of the model.
         outcome: how it failed; None where it did not.
         is_done: it knows enough, and waits to be ended.
     """
@@ -53,6 +55,7 @@ class RankReport(Record):
     has_batchnorm: bool = False
     progress: Progress = field(default_factory=Progress)
     num_steps: int = 0
+    times: tuple[RankTimes, ...] = ()
     measurement: Measurement | None = None
     outcome: Outcome | None = None
     is_done: bool = False
@@ -117,6 +120,7 @@ class Watch:
             self._observers.sample(self._num_steps)
         elif not is_first:
             self._steps_s.append(step_s)
+        self._look_at_rank()
         self._decide(timing=timing)
         self._look_for_launcher()
         self._last_s, self._in_block = time.perf_counter(), 0
@@ -148,12 +152,21 @@ class Watch:
         self._report = replace(self._report, optimizer=_name_of(type(optimizer)), has_batchnorm=_has_batchnorm())
         assert self._device is not None
         self._observers = Observers(self._device, self._world)
+        self._copies = find_copies() if self._world.size > 1 else None
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
         if self._world.rank == 0:
             atexit.register(self._told_at_the_end)
             # a child of multiprocessing may leave without atexit
             Finalize(None, self._told_at_the_end, exitpriority=0)
+
+    def _look_at_rank(self) -> None:
+        """Note what the last step but one took of this rank alone, while torch tells of each, once the first ones are over."""
+        if self._copies is None or self._num_steps <= MIN_WARMUP_STEPS:
+            return
+        times = last_times(self._copies)
+        if times is not None and times not in self._report.times:
+            self._report = replace(self._report, times=(*self._report.times, times))
 
     def _enter(self, name: str) -> None:
         self._device = device_named(name)
