@@ -377,7 +377,7 @@ def doctor(options: argparse.Namespace) -> int:
     def tell(name: str) -> None:
         print(f"checking {name}", file=sys.stderr, flush=True)
 
-    lines = list(doctor.examine(options.device, tell))
+    lines = list(doctor.examine(options.device, tell, options.devices))
     _show(options, doctor.plain(lines), doctor.sections(lines))
     code = NOTHING_FEASIBLE if any(line.state is State.DIFFERS for line in lines) else ANSWERED
     sys.stdout.flush()

@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 from autotune.errors import AutotuneError
 from autotune.records.option_kinds import SHARE, SWITCH, Kind, whole
 from autotune.records.options import (
+    DEVICES,
     KEPT,
+    ONE_DEVICE,
     TASK,
     CommandOptions,
     ExplainOptions,
@@ -211,6 +213,12 @@ def _add_to_devices(parser: Parser) -> None:
 def _add_to_doctor(parser: Parser) -> None:
     parser.group(TASK).add_argument(
         "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)"
+    )
+    parser.group(TASK).add_argument(
+        DEVICES.flag,
+        default=ONE_DEVICE,
+        metavar=DEVICES.kind.metavar,
+        help="how these devices work together, too",
     )
     _add_json(parser)
 
