@@ -52,7 +52,7 @@ from autotune.tuning.dissect import dissect
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.predict import predict_fit
-from autotune.tuning.recommend import NothingFeasible
+from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search as run_search
 from autotune.tuning.trace_ahead import Tracing
 from autotune.units import format_seconds
@@ -119,7 +119,8 @@ def search_on_each(
         )
     asked = SearchOptions.of(options, total_bytes=_total_bytes)
     on_cpu = not open_device(asked.device).capabilities.own_processors
-    found, failed = [], {}
+    found: list[OnDevices] = []
+    failed: dict[int, str] = {}
     for size in sizes:
         own = replace(
             asked,
@@ -130,6 +131,10 @@ def search_on_each(
         listener = Listeners(listeners_of(listeners))
         try:
             found.append(OnDevices.of(run_search(TaskSource.of(task), own, listener=listener, began_s=began_s)))
+        except Interrupted as error:
+            found += [] if error.result is None else [OnDevices.of(error.result)]
+            error.scaling = Scaling.of(found, failed) if found else None
+            raise
         except NothingFeasible as error:  # what fits on no single device may fit on several
             failed[size] = str(error)
         began_s = None  # the others begin when the one before has ended

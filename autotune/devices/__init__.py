@@ -97,8 +97,7 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
         if numbers is None or "," in numbers or numbers == "0":
             raise DeviceError(f"{devices!r} names no processes on the CPU; say how many: cpu:2")
         return (CpuDevice.kind,) * int(numbers)
-    counted = range(_num_gpus() if numbers is None else int(numbers)) if not named[1] else map(int, numbers.split(","))
-    indices = list(counted)
+    indices = [*(map(int, numbers.split(",")) if named[1] else range(_num_gpus() if numbers is None else int(numbers)))]
     if len({*indices}) < len(indices) or not indices:
         raise DeviceError(f"{devices!r} names a device twice, or none: each of them runs one process")
     return tuple(open_device(f"{kind}:{index}").name for index in indices)

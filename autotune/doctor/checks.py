@@ -133,9 +133,9 @@ def run_together(devices: Sequence[str]) -> Facts:
             process, receiving = stack.enter_context(_start("collectives", name, world, store, GROUP_TIMEOUT_S))
             waiting[receiving] = rank, process
         while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
-            for receiving in ready:
-                rank, process = waiting.pop(receiving)
-                found[rank] = _receive(process, receiving)
+            for line in ready:
+                rank, process = waiting.pop(line)
+                found[rank] = _receive(process, line)  # type: ignore[arg-type]  # the lines are connections
                 if "failure" in found[rank]:
                     return {"failure": f"rank {rank} on {devices[rank]}: {found[rank]['failure']}"}
     if len(found) < len(devices):
