@@ -107,7 +107,7 @@ class Run:
             num_graph_breaks=num_graph_breaks() - self._graph_breaks_before,
             num_recompilations=num_graphs() - self._first_graphs,
             phases_s=phases,
-            ranks_s=() if self._ranks is None else self._ranks.own_s,
+            waits_s=() if self._ranks is None else self._ranks.waits_s,
             slow_rank=None if self._ranks is None else self._ranks.slow_rank,
             final_loss=float(self._loss),
             skipped_steps=self._skipped_steps(),

@@ -1,8 +1,8 @@
 """What ranks that hold copies of a model wait for each other, by the clocks that torch's `DistributedDataParallel` keeps itself.
 
-They stop where the last gradient is there, so what a rank computes is told from what it waits for, without a step of another kind. DDP
-waits for the broadcast of buffers (BatchNorm's) within what it tells as computing, though, and shards have no such clocks: their
-gathering and waiting is part of their forward and backward pass.
+They tell how long a rank waited for gradients after its own were there: the last rank for the wire alone, the others for that rank, too.
+So no step of another kind is needed. DDP's broadcast of buffers (BatchNorm's) counts as computing, though, and shards have no such
+clocks: their gathering and waiting is part of their forward and backward pass.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any, Self
 from autotune.lazy import torch
 from autotune.records.formats import Record
 
-NUM_COMPARED = 4  # steps of each rank: of two that are equal, all of one are slower by chance in one of 35 comparisons
-UNEQUAL = 1.05  # times another rank's computing, from which on the difference matters
+NUM_COMPARED = (
+    4  # steps of each rank: of two that are equal, one is the last in all steps by chance in one of 35 comparisons
+)
+UNEQUAL = 0.05  # of what the first rank computes: waiting that is less matters little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +34,6 @@ class RankTimes(Record):
     forward_s: float
     backward_s: float
     exposed_s: float
-
-    @property
-    def own_s(self) -> float:
-        """It computed."""
-        return self.forward_s + self.backward_s
 
 
 def find_copies() -> Any:
@@ -71,31 +68,35 @@ class Ranks:
         return cls(times) if len(times) > 1 and all(times) else None
 
     @property
-    def own_s(self) -> tuple[float, ...]:
-        """What each computes in a micro step."""
-        return tuple(median(one.own_s for one in times) for times in self.times)
+    def waits_s(self) -> tuple[float, ...]:
+        """What each waits for gradients in a micro step."""
+        return tuple(median(one.exposed_s for one in times) for times in self.times)
 
     @property
     def slow_rank(self) -> int | None:
-        """The one that computes longer than another by more than the noise; None where there is none, or too little is known."""
-        own_s = self.own_s
-        slow, fast = own_s.index(max(own_s)), own_s.index(min(own_s))
-        if min(map(len, self.times)) < NUM_COMPARED or own_s[slow] < UNEQUAL * own_s[fast]:
+        """The last one, where another waits for it by more than the noise; None where there is none, or too little is known."""
+        waits_s = self.waits_s
+        last, first = self.times[waits_s.index(min(waits_s))], self._first
+        computed_s = median(one.forward_s + one.backward_s for one in first)
+        if min(map(len, self.times)) < NUM_COMPARED or max(waits_s) - min(waits_s) < UNEQUAL * computed_s:
             return None
-        apart = min(one.own_s for one in self.times[slow]) > max(one.own_s for one in self.times[fast])
-        return slow if apart else None
+        apart = max(one.exposed_s for one in last) < min(one.exposed_s for one in first)
+        return waits_s.index(min(waits_s)) if apart else None
 
     def phases_s(self, accumulation_steps: int) -> dict[str, float]:
-        """Seconds of an optimizer step as the fastest rank sees it: it computes, waits for the slowest, and with it for the wire.
+        """Seconds of an optimizer step as the first rank sees it: it computes, waits for the last, and with it for the wire.
 
-        `imbalance` is what the fastest rank waits for the slowest, and `communication` what the slowest, for which the others have
-        waited, still waits for its gradients. Gradients go over the wire in the last micro step alone.
+        `imbalance` is what it waits for the last rank, and `communication` what that one, for which all others have waited, still
+        waits for gradients, which go over the wire in the last micro step alone.
         """
-        own_s = self.own_s
-        fast, slow = self.times[own_s.index(min(own_s))], self.times[own_s.index(max(own_s))]
+        waits_s = self.waits_s
         return {
-            "forward": accumulation_steps * median(one.forward_s for one in fast),
-            "backward": accumulation_steps * median(one.backward_s for one in fast),
-            "imbalance": accumulation_steps * (max(own_s) - min(own_s)),
-            "communication": median(one.exposed_s for one in slow),
+            "forward": accumulation_steps * median(one.forward_s for one in self._first),
+            "backward": accumulation_steps * median(one.backward_s for one in self._first),
+            "imbalance": accumulation_steps * (max(waits_s) - min(waits_s)),
+            "communication": min(waits_s),
         }
+
+    @property
+    def _first(self) -> Sequence[RankTimes]:
+        return self.times[self.waits_s.index(max(self.waits_s))]

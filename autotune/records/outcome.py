@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.records.config import ALONE, World
 from autotune.records.formats import Record
-from autotune.units import format_bytes, plural
+from autotune.units import format_bytes, format_seconds, plural
 
 
 class Kind(StrEnum):
@@ -82,8 +82,8 @@ class Measurement:
     num_recompilations: int = 0
     # data, forward, backward, optimizer: one optimizer step; imbalance and communication, where ranks hold copies of the model
     phases_s: dict[str, float] = field(default_factory=dict)
-    ranks_s: tuple[float, ...] = ()  # what each rank that holds a copy computes in a micro step, waiting left out
-    slow_rank: int | None = None  # that computes longer than another by more than the noise
+    waits_s: tuple[float, ...] = ()  # of each rank, each time that gradients of copies are averaged
+    slow_rank: int | None = None  # for which another waits by more than the noise
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
     leaks: tuple[Kept, ...] = ()  # what is kept, where memory grows: what Python objects hold first, then the largest
@@ -108,9 +108,9 @@ class Measurement:
         """Which rank is slower than another, in words; empty where none is by more than the noise."""
         if self.slow_rank is None:
             return ""
-        fastest_s = min(self.ranks_s)
-        longer = f"{self.ranks_s[self.slow_rank] / fastest_s:.2f} times as long as rank {self.ranks_s.index(fastest_s)}"
-        return f"rank {self.slow_rank} computes {longer} for as many samples, and the others wait for it"
+        most_s = max(self.waits_s)
+        waited = format_seconds(most_s - min(self.waits_s))
+        return f"rank {self.slow_rank} is the last to have its gradients: rank {self.waits_s.index(most_s)} waits {waited} for it each time"
 
     @property
     def compile_trouble(self) -> str:

@@ -68,7 +68,7 @@ class Ran:
 
     @property
     def ranks(self) -> Ranks | None:
-        """What each rank computes by itself; None where that is not known of all."""
+        """What each rank computes and waits for; None where that is not known of all."""
         ranks = sorted((one for one in self.reports if one.num_steps), key=lambda one: one.world.rank)
         return Ranks.of([one.times for one in ranks]) if len(ranks) == ranks[0].world.size else None
 
@@ -217,7 +217,7 @@ def _outcome(ran: Ran) -> Outcome:
         return failed(kind=kind, cause=f"the command {how} after {steps}: {said}"[:500])
     if ran.leader is not None and (measured := ran.leader.measurement) is not None:
         if (ranks := ran.ranks) is not None:
-            measured = replace(measured, ranks_s=ranks.own_s, slow_rank=ranks.slow_rank)
+            measured = replace(measured, waits_s=ranks.waits_s, slow_rank=ranks.slow_rank)
         return Outcome(kind=Kind.OK, measurement=replace(measured, peak_bytes=progress.peak_bytes))
     if ran.leader is not None:
         return failed(

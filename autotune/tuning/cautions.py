@@ -161,7 +161,7 @@ def _disturbed(answer: Answer) -> Iterator[str]:
 
 def _unequal_ranks(answer: Answer) -> Iterator[str]:
     """One rank is slower than another in most probes, whatever the config."""
-    told = [m for trial in answer.search.history.trials if (m := trial.outcome.measurement) and m.ranks_s]
+    told = [m for trial in answer.search.history.trials if (m := trial.outcome.measurement) and m.waits_s]
     slow = Counter(m.slow_rank for m in told if m.slow_rank is not None)
     for rank, number in slow.items():
         if number > max(1, len(told) / 2):

@@ -7,38 +7,41 @@ import pytest
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes
 
 
-def ranks(*own_s: tuple[float, ...], exposed_s: tuple[float, ...] = (0.5, 0.1)) -> Ranks:
-    """Ranks with what each computes in each step; a quarter of that forward."""
+def ranks(*waits_s: tuple[float, ...]) -> Ranks:
+    """Ranks with what each waits for gradients in each step, whose ends are the same."""
     found = Ranks.of(
         [
-            [RankTimes(forward_s=s / 4, backward_s=s * 3 / 4, exposed_s=exposed) for s in seconds]
-            for seconds, exposed in zip(own_s, exposed_s, strict=True)
+            [
+                RankTimes(forward_s=0.5 - seconds / 4, backward_s=1.5 - seconds * 3 / 4, exposed_s=seconds)
+                for seconds in waits
+            ]
+            for waits in waits_s
         ]
     )
     assert found is not None
     return found
 
 
-def test_phases_are_what_the_fastest_rank_computes_and_waits_for() -> None:
-    found = ranks((1.0, 1.0, 1.0), (1.4, 1.4, 1.4)).phases_s(accumulation_steps=2)
-    assert found == pytest.approx({"forward": 0.5, "backward": 1.5, "imbalance": 0.8, "communication": 0.1})
+def test_phases_are_what_the_first_rank_computes_and_waits_for() -> None:
+    found = ranks((0.5, 0.5, 0.5), (0.1, 0.1, 0.1)).phases_s(accumulation_steps=2)
+    assert found == pytest.approx({"forward": 0.75, "backward": 2.25, "imbalance": 0.8, "communication": 0.1})
 
 
 @pytest.mark.parametrize(
-    ("own_s", "slow_rank"),
+    ("waits_s", "slow_rank"),
     [
-        (((1.0, 1.01, 1.02, 1.0), (1.2, 1.19, 1.21, 1.2)), 1),
-        (((1.2, 1.19, 1.21, 1.2), (1.0, 1.01, 1.02, 1.0)), 0),
-        (((1.0, 1.0, 1.0, 1.0), (1.02, 1.02, 1.02, 1.02)), None),  # sure, and too little to matter
-        (((1.0, 1.3, 1.0, 1.0), (1.2, 1.2, 1.2, 1.2)), None),  # within the noise
-        (((1.0, 1.0, 1.0), (1.2, 1.2, 1.2)), None),  # too few to tell
+        (((0.3, 0.31, 0.32, 0.3), (0.1, 0.11, 0.1, 0.1)), 1),
+        (((0.1, 0.11, 0.1, 0.1), (0.3, 0.31, 0.32, 0.3)), 0),
+        (((0.11, 0.11, 0.11, 0.11), (0.1, 0.1, 0.1, 0.1)), None),  # sure, and too little to matter
+        (((0.3, 0.3, 0.3, 0.3), (0.1, 0.4, 0.1, 0.1)), None),  # within the noise
+        (((0.3, 0.3, 0.3), (0.1, 0.1, 0.1)), None),  # too few to tell
     ],
 )
-def test_a_rank_is_slow_when_all_its_steps_are_and_by_so_much_that_it_matters(
-    own_s: tuple[tuple[float, ...], ...], slow_rank: int | None
+def test_a_rank_is_slow_when_it_is_always_the_last_and_by_so_much_that_it_matters(
+    waits_s: tuple[tuple[float, ...], ...], slow_rank: int | None
 ) -> None:
     assert NUM_COMPARED == 4
-    assert ranks(*own_s).slow_rank == slow_rank
+    assert ranks(*waits_s).slow_rank == slow_rank
 
 
 def test_nothing_is_told_where_one_rank_has_no_clock() -> None:

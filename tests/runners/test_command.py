@@ -332,7 +332,7 @@ def test_the_processes_of_one_command_are_gathered(tmp_path):
         config = techniques.complete({"batch_size": 8}, global_batch=8)
         found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=None)))
     assert found.samples_per_s == pytest.approx(16 / found.step_s)
-    assert len(found.ranks_s) == 2  # by DDP's own clocks
+    assert len(found.waits_s) == 2  # by DDP's own clocks
 
 
 def test_the_number_of_devices_is_filled_in_and_belongs_into_the_command(tmp_path):

@@ -112,16 +112,16 @@ def test_ranks_measure_together(runner: LocalRunner, parallel: str) -> None:
     assert outcome.world.size == 2
     assert measured.samples_per_s == pytest.approx(4 / measured.step_s)  # of both together
     copies = parallel in ("ddp", "zero1")  # shards have no clocks of their own
-    assert len(measured.ranks_s) == 2 * copies
+    assert len(measured.waits_s) == 2 * copies
     assert ({"imbalance", "communication"} <= measured.phases_s.keys()) is copies
 
 
 def test_what_ranks_wait_for_the_slowest_is_a_phase(runner: LocalRunner) -> None:
     measured = runner.probe(complete(11), SETTINGS.replace(world=runner.world)).measurement
     assert measured is not None
-    fast_s, slow_s = measured.ranks_s
-    assert slow_s - fast_s == pytest.approx(measured.phases_s["imbalance"])
-    assert slow_s > fast_s
+    first_s, last_s = measured.waits_s
+    assert first_s - last_s == pytest.approx(measured.phases_s["imbalance"])
+    assert first_s > last_s
 
 
 @pytest.mark.parametrize("name", FAULTS)
