@@ -19,6 +19,7 @@ from autotune.records.formats import Record
 NUM_COMPARED = (
     4  # steps of each rank: of two that are equal, one is the last in all steps by chance in one of 35 comparisons
 )
+NUM_TOLD = 10  # first steps of which torch tells each; then it tells of each 100th, unless it is asked for more
 UNEQUAL = 0.05  # of what the first rank computes: waiting that is less matters little
 
 
@@ -43,10 +44,7 @@ def find_copies() -> Any:
 
 
 def last_times(copies: Any) -> RankTimes | None:
-    """Of the last step but one: torch tells of a step when the next one begins. None where it tells nothing.
-
-    It tells of the first ten steps, and then of each 100th unless it is asked for more.
-    """
+    """Of the last step but one: torch tells of a step when the next one begins. None where it tells nothing."""
     told = copies._get_ddp_logging_data()
     if "backward_comm_time" not in told:
         return None

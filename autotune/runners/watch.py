@@ -24,7 +24,7 @@ from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
-from autotune.probe.waiting import RankTimes, find_copies, last_times
+from autotune.probe.waiting import NUM_TOLD, RankTimes, find_copies, last_times
 from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.formats import Record
 from autotune.records.outcome import Kind, Measurement, Outcome, Progress
@@ -104,6 +104,7 @@ class Watch:
             return
         self._num_steps += 1
         self._in_block += 1
+        self._look_at_rank()
         timing = self._reporter.stage == "timing"
         if timing and time.perf_counter() - self._last_s < MIN_BLOCK_S and not self._settings.num_steps:
             return
@@ -120,7 +121,6 @@ class Watch:
             self._observers.sample(self._num_steps)
         elif not is_first:
             self._steps_s.append(step_s)
-        self._look_at_rank()
         self._decide(timing=timing)
         self._look_for_launcher()
         self._last_s, self._in_block = time.perf_counter(), 0
@@ -162,7 +162,7 @@ class Watch:
 
     def _look_at_rank(self) -> None:
         """Note what the last step but one took of this rank alone, while torch tells of each, once the first ones are over."""
-        if self._copies is None or self._num_steps <= MIN_WARMUP_STEPS:
+        if self._copies is None or not MIN_WARMUP_STEPS < self._num_steps <= NUM_TOLD + 1:
             return
         times = last_times(self._copies)
         if times is not None and times not in self._report.times:
