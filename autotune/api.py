@@ -21,6 +21,7 @@ from autotune.records.device import NOT_MEASURED, DeviceInfo
 from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
 from autotune.records.options import (
+    ONE_DEVICE,
     CommandOptions,
     ExplainOptions,
     PredictOptions,
@@ -51,7 +52,7 @@ from autotune.tuning.dissect import dissect
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.predict import predict_fit
-from autotune.tuning.recommend import NothingFeasible
+from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search as run_search
 from autotune.tuning.trace_ahead import Tracing
 from autotune.units import format_seconds
@@ -118,7 +119,8 @@ def search_on_each(
         )
     asked = SearchOptions.of(options, total_bytes=_total_bytes)
     on_cpu = not open_device(asked.device).capabilities.own_processors
-    found, failed = [], {}
+    found: list[OnDevices] = []
+    failed: dict[int, str] = {}
     for size in sizes:
         own = replace(
             asked,
@@ -129,6 +131,10 @@ def search_on_each(
         listener = Listeners(listeners_of(listeners))
         try:
             found.append(OnDevices.of(run_search(TaskSource.of(task), own, listener=listener, began_s=began_s)))
+        except Interrupted as error:
+            found += [] if error.result is None else [OnDevices.of(error.result)]
+            error.scaling = Scaling.of(found, failed) if found else None
+            raise
         except NothingFeasible as error:  # what fits on no single device may fit on several
             failed[size] = str(error)
         began_s = None  # the others begin when the one before has ended
@@ -150,8 +156,8 @@ def search_command(
     then halves its batch, the speed is overstated.
 
     Args:
-        command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, one `{NAME}` for each of `choices`,
-            and `{output_dir}` for a folder to write to.
+        command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, `{devices}` for the number of
+            `devices`, one `{NAME}` for each of `choices`, and `{output_dir}` for a folder to write to.
         listeners, began_s: as in `search`.
         **options
 
@@ -164,10 +170,11 @@ def search_command(
         template,
         logs=place_of(asked.storage, asked.study, template.name).logs,
         device=asked.device,
+        devices=asked.devices,
         global_batch=asked.global_batch,
         baseline=asked.baseline,
     )
-    plain = replace(asked, device="auto", global_batch=None)
+    plain = replace(asked, device="auto", devices=ONE_DEVICE, global_batch=None)
     return run_search(None, plain, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
 
 

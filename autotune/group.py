@@ -31,14 +31,13 @@ def launched_world() -> World:
 
 
 def launched_device(device: str, world: World) -> str:
-    """The device that a launched process trains on.
+    """The device that a launched process trains on: the one that the user names, in a world of one.
 
     Args:
         device: as the user names it. A GPU without a number is the one of the process's number on its machine, among those that
             it sees.
     """
-    opened = open_device(device)
-    if ":" in device or not opened.capabilities.own_processors:
+    if world.size == 1 or ":" in device or not (opened := open_device(device)).capabilities.own_processors:
         return device
     number = int(os.environ.get("LOCAL_RANK", world.rank)) % torch.cuda.device_count()
     return f"{opened.kind}:{number}"

@@ -409,9 +409,7 @@ def prepare(
         )
     if on_oom not in (HALVE, RAISE):
         raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
-    opened = (
-        open_device(launched_device(device, world) if world.size > 1 else device) if isinstance(device, str) else device
-    )
+    opened = open_device(launched_device(device, world)) if isinstance(device, str) else device
     build = Build(task=task, device=opened, config=config, world=world)
     build.device.enter()
     _apply(build, techniques, Phase.TASK)

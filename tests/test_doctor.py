@@ -28,12 +28,18 @@ SURE = {
     "data workers",
     "fork server",
     "study",
+    "cards",
+    "devices together",
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "communicator",
 }
 
 
 @pytest.mark.timeout(400)
 def test_on_this_machine_every_line_is_ok_or_says_why_it_cannot_be_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autotune", "doctor", "--device", "cpu", "--json"]
+    command = [sys.executable, "-m", "autotune", "doctor", "--devices", "cpu:2", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=390)
     told = json.loads(done.stdout)
     states = {line["name"]: line["state"] for line in told["lines"]}
@@ -44,6 +50,7 @@ def test_on_this_machine_every_line_is_ok_or_says_why_it_cannot_be_told(tmp_path
     facts = {line["name"]: line["facts"] for line in told["lines"]}
     assert facts["out of memory"]["error"].startswith("RuntimeError: [enforce fail at alloc_cpu.cpp")
     assert facts["NVML"]["why_none"]
+    assert [len(rank["seconds"]["all-reduce"]) for rank in facts["all-reduce"]["ranks"]] == [3, 3]
     assert_nothing_names_a_person_a_process_or_a_place(done.stdout, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -71,6 +78,13 @@ BOOKS = {
     "kept_bytes": 257 * MIB,
     "peak_bytes": 700 * MIB,
     "booked_bytes": 704 * MIB,
+}
+TOGETHER = {
+    "devices": ["cuda:0", "cuda:1"],
+    "ranks": [
+        {"sum": 3.0, "expected": 3.0, "outside_bytes": 300 * MIB, "bytes": [GIB], "seconds": {"all-reduce": [0.5]}},
+        {"sum": 2.0, "expected": 3.0, "outside_bytes": 300 * MIB, "bytes": [GIB], "seconds": {"all-reduce": [0.1]}},
+    ],
 }
 PROBE = {"samples_per_s": 100.0, "peak_bytes": GIB, "disturbances": []}
 
@@ -113,6 +127,10 @@ PROBE = {"samples_per_s": 100.0, "peak_bytes": GIB, "disturbances": []}
             State.UNAVAILABLE,
             "quieter",
         ),
+        (verdicts.judge_cards, {"same": ["cuda:0 and cuda:1"]}, State.DIFFERS, "a card for each rank"),
+        (verdicts.judge_paths, {"paths": {"cuda:0 and cuda:1": "over NVLink"}}, State.OK, ""),
+        (verdicts.judge_paths, {"paths": {"cuda:0 and cuda:1": ""}, "why": "unknown"}, State.UNAVAILABLE, ""),
+        (verdicts.judge_group, TOGETHER, State.DIFFERS, "gradients would be wrong"),
         (verdicts.judge_prediction, {"measured": [PROBE], "predicted": (GIB, GIB - 1, GIB + 1)}, State.OK, ""),
         (verdicts.judge_prediction, {"measured": [PROBE], "predicted": (1, 1, 2)}, State.DIFFERS, "out of memory"),
         (
@@ -142,6 +160,17 @@ def test_a_judge_says_what_facts_mean_for_a_search(
     assert line.found
 
 
+def test_the_slowest_rank_says_how_fast_a_collective_is() -> None:
+    _, said, _ = verdicts.judge_collective("all-reduce", 2.0)(TOGETHER)
+    assert said == "2 GiB/s for 1.00 GiB"  # each link carries 2 (n - 1) / n times the tensor
+
+
+def test_two_parts_of_one_card_are_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "connections", lambda names: {"paths": {}, "same": ["cuda:0 and cuda:1"], "why": "?"})
+    lines = doctor._together(("cuda:0", "cuda:1"), lambda name: None)
+    assert [line.state for line in lines] == [State.DIFFERS, State.UNAVAILABLE]
+
+
 def test_a_check_that_fails_hangs_or_dies_is_shown_as_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = doctor._line("name", checks.in_process("no such test", "cpu"), verdicts.judge_limit)
     assert (failed.state, failed.found) == (State.DIFFERS, "KeyError: 'no such test'")
@@ -160,7 +189,7 @@ ForkServerProcess.kill = lambda process: None
 checks.CHECK_TIMEOUT_S, checks.RELEASE_S = 0.0, 0.1
 examined = [doctor._line("name", checks.in_process("hold", "cpu"), verdicts.judge_limit)]
 examined.append(doctor._line("kill", checks.kill_and_watch("cpu"), verdicts.judge_release))
-doctor.examine = lambda device, tell: examined
+doctor.examine = lambda device, tell, devices: examined
 raise SystemExit(main(["doctor"]))
 """
 

@@ -218,41 +218,6 @@ def test_a_world_of_one_refuses_to_shard() -> None:
     assert "needs several processes" in refusal(ALONE, {"parallel": "fsdp"})
 
 
-class Lines(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 37
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((12,), index), torch.full((12,), index)
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return (Lines()[index] for index in range(37))
-
-
-def read(world: World, dataset: type, bucketing: bool) -> list[list[int]]:
-    """The samples of two epochs."""
-    of_lines = replace(task(), train_dataset=dataset, make_batch=None, global_batch=8)
-    session = prepare(of_lines, {"batch_size": 2, "length_bucketing": bucketing}, device="cpu", world=world)
-    return [[int(sample[0]) for step in session.loader for micro in step for sample in micro[0]] for _ in range(2)]
-
-
-@pytest.mark.parametrize("bucketing", [False, True])
-def test_each_process_reads_samples_of_its_own_and_as_many_as_the_others(ranks: Ranks, bucketing: bool) -> None:
-    first, second = ranks.run(read, Lines, bucketing)
-    for one, other in zip(first, second, strict=True):
-        assert len(one) == len(other) == 19
-        assert {*one, *other} == {*range(37)}  # one sample is read twice, for 37 do not divide by two
-    assert first[0] != first[1]
-
-
-def test_a_stream_is_dealt_out_and_ends_in_all_processes_at_once(ranks: Ranks) -> None:
-    first, second = ranks.run(read, Stream, False)
-    assert first[0] == [*range(0, 36, 2)]
-    assert second[0] == [*range(1, 36, 2)]
-
-
 def draws(world: World) -> tuple[float, float]:
     torch.manual_seed(5)
     session = prepare(
@@ -422,18 +387,6 @@ def other_numbers(world: World) -> str:
 
 def test_processes_that_cut_their_parts_into_other_numbers_of_micro_batches_are_told(ranks: Ranks) -> None:
     assert all("all processes have to take as many" in said for said in ranks.run(other_numbers))
-
-
-class Shuffled(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return (Lines()[index] for index in torch.randperm(36).tolist())
-
-
-def test_a_stream_that_shuffles_is_dealt_out_without_repeating_or_losing_a_sample(ranks: Ranks) -> None:
-    first, second = ranks.run(read, Shuffled, False)
-    for one, other in zip(first, second, strict=True):
-        assert sorted(one + other) == [*range(36)]
-    assert first[0] != first[1]
 
 
 def resumed_rate(world: World, parallel: str) -> list[float]:

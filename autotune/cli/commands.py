@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,9 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import file_and_attribute
 
 if TYPE_CHECKING:
+    from autotune.records.scaling import Scaling
     from autotune.study.reading import Study
+    from autotune.tuning.events import Listener
 
 MODEL_FILE = "the model file"
 SEVERAL = re.compile(r"\d+(?:,\d+)+")  # numbers of devices: each is searched
@@ -38,8 +40,10 @@ def search(options: argparse.Namespace) -> int:
     """`autotune search`: the result on stdout, progress on stderr."""
     from autotune import api
     from autotune.records.result import Result
+    from autotune.records.scaling import Scaling
     from autotune.report.answer import answer_sections
     from autotune.report.live import live_listener
+    from autotune.report.scaling import scaling_section
     from autotune.report.sections import document
     from autotune.runners.command import files_of
     from autotune.task.model_file import find_model_file
@@ -55,63 +59,46 @@ def search(options: argparse.Namespace) -> int:
         if options.script is not None:
             require_other(out, "--out", "a file of the command", *files_of(options.script))
         require_other(out, "--out", "the table", options.replay)
-    result: Result | None
+    found: Result | Scaling | None
     code = ANSWERED
-    if SEVERAL.fullmatch(getattr(options, "devices", None) or ""):
-        return _search_on_each(options)
+    on_each = SEVERAL.fullmatch(getattr(options, "devices", None) or "") is not None
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
-        if options.script is not None:
+        if on_each:
+            found = _search_on_each(options, listeners)
+        elif options.script is not None:
             asked = read_options(options, CommandOptions)
-            result = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
+            found = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
         else:
             where = _runner(options) or {"began_s": options.began_s}
-            result = api.search(options.model, listeners=listeners, **where, **read_options(options, SearchOptions))
+            found = api.search(options.model, listeners=listeners, **where, **read_options(options, SearchOptions))
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
-        result, code = error.result, INTERRUPTED
+        found, code = error.scaling if on_each else error.result, INTERRUPTED
     nothing = {"error": "interrupted before anything was measured", "exit_code": INTERRUPTED}
-    text = document(nothing if result is None else result.to_dict())
+    text = document(nothing if found is None else found.to_dict())
     if options.out:  # before it is printed: where this fails, the document that says so is the only one
         write(out, "--out", text + "\n")
     if options.json:
         print(text)
-    elif result is not None:
-        _print(answer_sections(result, find_techniques(), model=options.model or ""))
+    elif isinstance(found, Scaling):
+        _print([scaling_section(found, find_techniques())])
+    elif found is not None:
+        _print(answer_sections(found, find_techniques(), model=options.model or ""))
     return code
 
 
-def _search_on_each(options: argparse.Namespace) -> int:
-    """A search for each number of devices, and the table of what they train."""
+def _search_on_each(options: argparse.Namespace, listeners: Sequence[Listener]) -> Scaling:
+    """A search for each number of devices."""
     from autotune import api
-    from autotune.errors import ConfigError
-    from autotune.report.live import live_listener
-    from autotune.report.scaling import scaling_section
-    from autotune.report.sections import document
-    from autotune.techniques import find_techniques
-    from autotune.trackers import tracker
-    from autotune.tuning.recommend import Interrupted
 
     if options.script is not None or options.replay is not None:
         raise ConfigError(
             f"--devices {options.devices} searches a model file on each number of devices; give one, or a MODEL"
         )
     asked = {name: value for name, value in read_options(options, SearchOptions).items() if name != "devices"}
-    listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     sizes = [int(number) for number in options.devices.split(",")]
-    try:
-        found = api.search_on_each(options.model, sizes, listeners=listeners, began_s=options.began_s, **asked)
-    except Interrupted as error:
-        print(f"autotune: {error}", file=sys.stderr)
-        return INTERRUPTED
-    text = document(found.to_dict())
-    if options.out:
-        write(Path(options.out), "--out", text + "\n")
-    if options.json:
-        print(text)
-    else:
-        _print([scaling_section(found, find_techniques())])
-    return ANSWERED
+    return api.search_on_each(options.model, sizes, listeners=listeners, began_s=options.began_s, **asked)
 
 
 def _runner(options: argparse.Namespace) -> dict[str, Any]:
@@ -377,7 +364,7 @@ def doctor(options: argparse.Namespace) -> int:
     def tell(name: str) -> None:
         print(f"checking {name}", file=sys.stderr, flush=True)
 
-    lines = list(doctor.examine(options.device, tell))
+    lines = list(doctor.examine(options.device, tell, options.devices))
     _show(options, doctor.plain(lines), doctor.sections(lines))
     code = NOTHING_FEASIBLE if any(line.state is State.DIFFERS for line in lines) else ANSWERED
     sys.stdout.flush()

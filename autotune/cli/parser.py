@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 from autotune.errors import AutotuneError
 from autotune.records.option_kinds import SHARE, SWITCH, Kind, whole
 from autotune.records.options import (
+    DEVICES,
     KEPT,
+    ONE_DEVICE,
     TASK,
     CommandOptions,
     ExplainOptions,
@@ -97,8 +99,8 @@ def _add_to_search(parser: Parser) -> None:
         "--command",
         dest="script",
         metavar="COMMAND",
-        help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {output_dir} and the "
-        "{NAME} of each --choices are filled in",
+        help="probe this command line in place of a model file; {batch_size}, {accumulation_steps}, {devices}, "
+        "{output_dir} and the {NAME} of each --choices are filled in",
     )
     parser.group(RUN).add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
     parser.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
@@ -211,6 +213,12 @@ def _add_to_devices(parser: Parser) -> None:
 def _add_to_doctor(parser: Parser) -> None:
     parser.group(TASK).add_argument(
         "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)"
+    )
+    parser.group(TASK).add_argument(
+        DEVICES.flag,
+        default=ONE_DEVICE,
+        metavar=DEVICES.kind.metavar,
+        help="how these devices work together, too",
     )
     _add_json(parser)
 

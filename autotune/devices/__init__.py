@@ -15,6 +15,7 @@ from autotune.devices.instruments import ask_torch, is_there_a_sign_of_a_gpu
 from autotune.errors import DeviceError
 from autotune.lazy import torch_if_imported
 from autotune.records.device import DeviceInfo
+from autotune.records.options import ONE_DEVICE
 
 __all__ = [
     "HIDDEN",
@@ -82,7 +83,7 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
     Raises:
         DeviceError: there are not so many, or one is named twice.
     """
-    if devices == "1":
+    if devices == ONE_DEVICE:
         return (device,)
     named = re.fullmatch(r"(?:(cpu|cuda):(?=\d)|(?=\d+\Z))(\d+(?:,\d+)*)|all", devices)
     if named is None:
@@ -96,8 +97,7 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
         if numbers is None or "," in numbers or numbers == "0":
             raise DeviceError(f"{devices!r} names no processes on the CPU; say how many: cpu:2")
         return (CpuDevice.kind,) * int(numbers)
-    counted = range(_num_gpus() if numbers is None else int(numbers)) if not named[1] else map(int, numbers.split(","))
-    indices = list(counted)
+    indices = [*(map(int, numbers.split(",")) if named[1] else range(_num_gpus() if numbers is None else int(numbers)))]
     if len({*indices}) < len(indices) or not indices:
         raise DeviceError(f"{devices!r} names a device twice, or none: each of them runs one process")
     return tuple(open_device(f"{kind}:{index}").name for index in indices)

@@ -15,7 +15,9 @@ the group.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from typing import TypeVar
 
 import psutil
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PROC, ROOT = Path("/proc"), Path("/")
 DISTURBED = 0.1  # share of the time, above which what was measured may be wrong
 _UNLIMITED = 2**62  # v1 writes the largest multiple of the page size for "no limit"
@@ -219,6 +222,11 @@ def _number(path: Path) -> int | None:
 def _table(path: Path) -> dict[str, int]:
     pairs = (line.split() for line in read(path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let this process get a signal when the one that started it ends; 0 for none any more."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def processors() -> set[int]:

@@ -28,6 +28,17 @@ _SLOWDOWNS = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
+_NVLINK = 2  # index of NVML_P2P_CAPS
+_MOST_LINKS = 36  # NVLinks of a GPU
+# nvmlDeviceGetTopologyCommonAncestor: what lies between two GPUs
+_PATHS = {
+    0: "on one board",
+    10: "over one PCIe switch",
+    20: "over PCIe switches",
+    30: "over PCIe and the processor",
+    40: "over PCIe and a processor's inner links",
+    50: "over PCIe and the link between processors",
+}
 # FP32 cores of a multiprocessor, by compute capability (CUDA C++ Programming Guide, "Arithmetic Instructions"); 128 on the others
 _WITH_64_CORES = {(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)}
 
@@ -123,6 +134,13 @@ class Nvml:
             return int(attributes.multiprocessorCount) if attributes is not None else 0
         num_cores = int(self._read("nvmlDeviceGetNumGpuCores", gpu.board) or 0)
         return num_cores // (64 if self.capability(gpu) in _WITH_64_CORES else 128)
+
+    def path(self, one: Gpu, other: Gpu) -> str:
+        """How two GPUs reach each other, in words; empty where the driver does not say."""
+        if self._read("nvmlDeviceGetP2PStatus", one.board, other.board, _NVLINK) == 0:
+            links = sum(self._read("nvmlDeviceGetNvLinkState", one.board, link) == 1 for link in range(_MOST_LINKS))
+            return f"over NVLink ({links} links)" if links else "over NVLink"
+        return _PATHS.get(self._read("nvmlDeviceGetTopologyCommonAncestor", one.board, other.board), "")
 
     def power_limit_w(self, gpu: Gpu) -> float:
         """Watts that the GPU may draw; 0 if unknown."""

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autotune.devices import open_device, require_linux
+from autotune.devices import name_devices, open_device, require_linux
 from autotune.devices.selftest import Facts
 from autotune.doctor import checks, verdicts
 from autotune.doctor.checks import TASKS, run_trainings
 from autotune.doctor.verdicts import Judge, State
+from autotune.records.options import ONE_DEVICE
 from autotune.report.sections import Paragraph, Section, Span, Tone, table
 from autotune.units import format_bytes
 from autotune.version import __version__
@@ -32,6 +33,13 @@ DEVICE_CHECKS: dict[str, dict[str, Judge]] = {
 GPU_ONLY = {
     "clock": "a CPU has no clock of its own to compare with",
     "page_locked": "there is no copy to a GPU",
+}
+TOGETHER_CHECKS: dict[str, Judge] = {
+    "devices together": verdicts.judge_group,
+    "all-reduce": verdicts.judge_collective("all-reduce", 2.0),
+    "all-gather": verdicts.judge_collective("all-gather", 1.0),
+    "reduce-scatter": verdicts.judge_collective("reduce-scatter", 1.0),
+    "communicator": verdicts.judge_communicator,
 }
 TRAINING_CHECKS: dict[str, Judge] = {
     "fork server": verdicts.judge_fork,
@@ -52,18 +60,21 @@ class Line:
     facts: Facts = field(default_factory=dict)
 
 
-def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: None) -> Iterator[Line]:
-    """Every check, one after the other.
+def examine(
+    device: str = "auto", tell: Callable[[str], None] = lambda name: None, devices: str = ONE_DEVICE
+) -> Iterator[Line]:
+    """Every check, one after the other: on one device, and how several work together.
 
     Args:
-        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        device, devices: as of a search; of several the first is the one device.
         tell: is called with the name of each check before it begins.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.
     """
     require_linux()
-    opened = open_device(device)
+    names = name_devices(devices, device)
+    opened = open_device(names[0])
     name, info, can = opened.name, opened.info(), opened.capabilities
     possible = {"clock": can.streams, "page_locked": can.page_locked}
     yield Line(
@@ -88,10 +99,27 @@ def examine(device: str = "auto", tell: Callable[[str], None] = lambda name: Non
             judges = TRAINING_CHECKS if task is TASKS[0] else {}
             yield from (_line(line, facts, judge) for line, judge in judges.items())
             yield _line(f"predicted memory: {task.name}", facts, verdicts.judge_prediction)
+    if len(names) > 1:
+        yield from _together(names, tell)
     yield _line("compiler", {"missing": opened.why_not_compiled()}, verdicts.judge_compiler)
     yield _line("study", checks.write_database(), verdicts.judge_study)
     machine = {"device_kind": opened.kind, "processor": platform.machine().lower()}
     yield _line("tested before", machine, verdicts.judge_tested)
+
+
+def _together(names: Sequence[str], tell: Callable[[str], None]) -> Iterator[Line]:
+    """How several devices work together: nothing is run where two of them are one card."""
+    connected = checks.connections(names)
+    yield _line("cards", connected, verdicts.judge_cards)
+    yield _line("connection", connected, verdicts.judge_paths)
+    if connected["same"]:
+        return
+    tell(f"{len(names)} devices together")
+    facts = checks.run_together(names)
+    if "failure" in facts:
+        yield _line("devices together", facts, verdicts.judge_group)
+        return
+    yield from (_line(name, facts, judge) for name, judge in TOGETHER_CHECKS.items())
 
 
 def sections(lines: Iterable[Line]) -> Iterator[Section]:

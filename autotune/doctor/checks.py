@@ -6,23 +6,26 @@ Those run as a search's probes do. What all of it means, `verdicts` says.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.devices import capabilities_of, open_device
-from autotune.devices.selftest import TESTS, Facts
+from autotune.devices import capabilities_of, nvml, open_device, selftest
+from autotune.devices.cuda import CudaDevice
+from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
+from autotune.doctor.together import collectives
 from autotune.errors import AutotuneError, in_one_line
 from autotune.prediction.memory import MemoryModel
-from autotune.records.config import ProbeSettings
+from autotune.records.config import ProbeSettings, World
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
@@ -35,7 +38,9 @@ if TYPE_CHECKING:
     import torch
 
 
+TESTS: dict[str, Callable[..., Facts]] = {**selftest.TESTS, "collectives": collectives}
 CHECK_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = 60.0  # a communicator of eight GPUs takes seconds
 JOB_TIMEOUT_S = 30.0  # of a step of the small training runs
 RELEASE_S = 5.0  # until a killed process must have ended, and its memory be back
 STUCK = {"failure": "the check's process did not end when it was killed: it is stuck in the driver"}
@@ -49,11 +54,11 @@ def in_process(test: str, device: str) -> Facts:
 
 
 @contextlib.contextmanager
-def _start(test: str, device: str) -> Iterator[tuple[Any, Connection]]:
+def _start(test: str, device: str, *more: Any) -> Iterator[tuple[Any, Connection]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "autotune.devices.selftest"])
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sending, test, device))
+    process = context.Process(target=_run, args=(sending, test, device, *more))
     process.start()
     sending.close()
     try:
@@ -75,9 +80,9 @@ def _receive(process: Any, receiving: Connection) -> Facts:
     return facts
 
 
-def _run(sending: Connection, test: str, device: str) -> None:
+def _run(sending: Connection, test: str, device: str, *more: Any) -> None:
     try:
-        facts = TESTS[test](device)
+        facts = TESTS[test](device, *more)
         kept = facts.pop("keep", None)
     except BaseException as error:
         facts, kept = {"failure": in_one_line(error)}, None
@@ -111,6 +116,48 @@ def kill_and_watch(name: str) -> Facts:
                 break
             time.sleep(0.02)
     return {**facts, "after_bytes": after_bytes, "released_s": time.monotonic() - started}
+
+
+def run_together(devices: Sequence[str]) -> Facts:
+    """What devices find out about each other, one process on each: the `ranks`' facts, in their order, and the `devices`.
+
+    The first failure of a rank is told: the others would wait for it.
+    """
+    deadline = time.monotonic() + GROUP_TIMEOUT_S
+    found: dict[int, Facts] = {}
+    with contextlib.ExitStack() as stack:
+        store = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-"))) / "group")
+        waiting: dict[Any, tuple[int, Any]] = {}
+        for rank, name in enumerate(devices):
+            world = World(size=len(devices), rank=rank)
+            process, receiving = stack.enter_context(_start("collectives", name, world, store, GROUP_TIMEOUT_S))
+            waiting[receiving] = rank, process
+        while waiting and (ready := wait([*waiting], max(0.0, deadline - time.monotonic()))):
+            for line in ready:
+                rank, process = waiting.pop(line)
+                found[rank] = _receive(process, line)  # type: ignore[arg-type]  # the lines are connections
+                if "failure" in found[rank]:
+                    return {"failure": f"rank {rank} on {devices[rank]}: {found[rank]['failure']}"}
+    if len(found) < len(devices):
+        return {"failure": f"the devices did not come together within {format_seconds(GROUP_TIMEOUT_S)}"}
+    return {"devices": [*devices], "ranks": [found[rank] for rank in range(len(devices))]}
+
+
+def connections(devices: Sequence[str]) -> Facts:
+    """How each two of the devices reach each other: `paths`, in words, and `same`, those on one card."""
+    if not devices[0].startswith(CudaDevice.kind):
+        return {"paths": {}, "same": [], "why": "processes on the CPU share its memory"}
+    if isinstance(connection := nvml.connect(), str):
+        return {"paths": {}, "same": [], "why": connection}
+    gpus = connection.visible_gpus()
+    pairs = itertools.combinations(((name, gpus[int(name.partition(":")[2])]) for name in devices), 2)
+    paths: dict[str, str] = {}
+    same: list[str] = []
+    for (one, gpu), (other, neighbour) in pairs:
+        paths[f"{one} and {other}"] = connection.path(gpu, neighbour)
+        if gpu.uuids[1] == neighbour.uuids[1]:
+            same.append(f"{one} and {other}")
+    return {"paths": paths, "same": same, "why": "the driver does not say"}
 
 
 def write_database() -> Facts:

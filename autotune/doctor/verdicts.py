@@ -205,6 +205,62 @@ def judge_study(facts: Facts) -> Verdict:
     return State.OK, "a study can be kept in the working directory", ""
 
 
+def judge_cards(facts: Facts) -> Verdict:
+    """Each rank has a card to itself."""
+    if facts["same"]:
+        meaning = "NCCL needs a card for each rank: name others, or one of them"
+        return State.DIFFERS, f"parts of one card: {', '.join(facts['same'])}", meaning
+    return State.OK, "each process has a device to itself", ""
+
+
+def judge_paths(facts: Facts) -> Verdict:
+    """How devices reach each other is known."""
+    by_path: dict[str, list[str]] = {}
+    for pair, path in facts["paths"].items():
+        by_path.setdefault(path, []).append(pair)
+    if not by_path or "" in by_path:
+        return State.UNAVAILABLE, facts["why"], ""
+    said = (path if len(by_path) == 1 else f"{path}: {', '.join(pairs)}" for path, pairs in by_path.items())
+    return State.OK, "; ".join(said), ""
+
+
+def judge_group(facts: Facts) -> Verdict:
+    """The devices see each other."""
+    wrong = [
+        name for name, rank in zip(facts["devices"], facts["ranks"], strict=True) if rank["sum"] != rank["expected"]
+    ]
+    meaning = "gradients would be wrong: train on one device"
+    said = f"sums are wrong on {', '.join(wrong)}" if wrong else f"{len(facts['ranks'])} processes add up their numbers"
+    return _right(not wrong, said, meaning)
+
+
+def judge_collective(name: str, sent: float) -> Judge:
+    """How fast a collective moves data over the slowest link, as nccl-tests counts it ("bus bandwidth").
+
+    Args:
+        sent: times the tensor's bytes, in the limit of many ranks, that each link carries. The factor (n - 1) / n for n ranks comes
+            in addition. Source: nccl-tests, doc/PERFORMANCE.md.
+    """
+
+    def judge(facts: Facts) -> Verdict:
+        ranks = facts["ranks"]
+        share = sent * (len(ranks) - 1) / len(ranks)
+        said = (
+            f"{share * num_bytes / max(rank['seconds'][name][index] for rank in ranks) / GIB:.3g} GiB/s for {format_bytes(num_bytes)}"
+            for index, num_bytes in enumerate(ranks[0]["bytes"])
+        )
+        return State.OK, ", ".join(said), ""
+
+    return judge
+
+
+def judge_communicator(facts: Facts) -> Verdict:
+    """What the first collective takes beside tensors is known."""
+    taken = zip(facts["devices"], facts["ranks"], strict=True)
+    said = (f"{name} {format_bytes(max(0, rank['outside_bytes']))}" for name, rank in taken)
+    return State.OK, f"outside torch's allocator: {', '.join(said)}", ""
+
+
 def judge_tested(facts: Facts) -> Verdict:
     """Machines of this kind have run the package's own tests."""
     if facts["device_kind"] not in TESTED_DEVICES:

@@ -17,10 +17,11 @@ import torch
 
 from autotune.devices import Device, capabilities_of
 from autotune.errors import TaskError
-from autotune.group import Together
+from autotune.group import Together, gather
 from autotune.probe.leaks import kept
 from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
+from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
@@ -30,6 +31,7 @@ from autotune.units import GIB, plural
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
+MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 PREPARED_BYTES = GIB  # of host memory that they take together, if one does not take more
 
@@ -74,6 +76,7 @@ class Run:
         unequal = self.session.task.dataset() is not None
         self._observers = Observers(self.device, world)
         self._together = Together(world, self.session.device)
+        self._ranks: Ranks | None = None  # known once the step was split by phase
         self._timing = Timing(self.settings, self._samples, self._peak_bytes, unequal)
 
     def measure(self, setup_s: float) -> Measurement:
@@ -104,6 +107,8 @@ class Run:
             num_graph_breaks=num_graph_breaks() - self._graph_breaks_before,
             num_recompilations=num_graphs() - self._first_graphs,
             phases_s=phases,
+            waits_s=() if self._ranks is None else self._ranks.waits_s,
+            slow_rank=None if self._ranks is None else self._ranks.slow_rank,
             final_loss=float(self._loss),
             skipped_steps=self._skipped_steps(),
             cut_short=cut_short,
@@ -266,9 +271,23 @@ class Run:
         scaled = loss.pop() if scaler is None else scaler.scale(loss.pop())
         backward_s = self._clock(scaled.backward)
         micro_s = {"data": data_s, "forward": forward_s, "backward": backward_s}
-        return {name: seconds * accumulation_steps for name, seconds in micro_s.items()} | {
+        phases = {name: seconds * accumulation_steps for name, seconds in micro_s.items()} | {
             "optimizer": self._clock(self._update)
         }
+        self._ranks = self._compare_ranks()
+        return phases if self._ranks is None else phases | self._ranks.phases_s(accumulation_steps)
+
+    def _compare_ranks(self) -> Ranks | None:
+        """What each rank computes and waits for in a few more micro steps, where all hold copies of the model."""
+        if self.session.world.size == 1 or (copies := find_copies()) is None:
+            return None
+        copies._set_ddp_runtime_logging_sample_rate(1)
+        times: list[RankTimes | None] = []
+        spent_s = 0.0
+        while len(times) <= NUM_COMPARED and spent_s < MAX_COMPARED_S:  # as long in all ranks
+            spent_s += self._clock(self._take_micro_step)
+            times.append(last_times(copies))
+        return Ranks.of(gather([one for one in times[1:] if one is not None]))
 
     def _steps(self, count: int) -> None:
         for _ in range(count):

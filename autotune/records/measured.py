@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TypeVar
@@ -16,6 +16,7 @@ MOST_POLISHES = 50
 SETTLED = 1e-5  # a polish settles at once where every round holds every config, and by halves where few rounds do
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,27 +87,25 @@ class Evaluation:
     unfinished: str = ""
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other point beats, by increasing memory.
+def pareto_front(items: Iterable[T], point: Callable[[T], tuple[float, float]]) -> list[T]:
+    """The items that no other one beats, by increasing memory.
 
-    A point beats another when it needs no more memory and is no slower, and is better in one of the two. Of equal
-    points the first is kept.
+    One beats another when it needs no more memory and is no slower, and is better in one of the two. Of equal ones the
+    first is kept.
 
     Args:
-        points: (memory, throughput) pairs; less of the first and more of the second is better.
+        point: (memory, throughput) of an item; less of the first and more of the second is better.
     """
-    by_memory = sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1], index))
-    front: list[int] = []
-    for index in by_memory:
-        if not front or points[index][1] > points[front[-1]][1]:
-            front.append(index)
+    front: list[T] = []
+    for item in sorted(items, key=lambda one: (point(one)[0], -point(one)[1])):
+        if not front or point(item)[1] > point(front[-1])[1]:
+            front.append(item)
     return front
 
 
 def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
     """The configs that no other beats in both memory and throughput, by increasing memory."""
-    points = list(measured)
-    return tuple(points[index] for index in pareto_front([(m.peak_bytes, m.samples_per_s) for m in points]))
+    return tuple(pareto_front(measured, lambda one: (one.peak_bytes, one.samples_per_s)))
 
 
 def round_effects(logs: Mapping[K, Mapping[int, float]]) -> dict[int, float]:

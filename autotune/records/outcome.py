@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.records.config import ALONE, World
 from autotune.records.formats import Record
-from autotune.units import format_bytes, plural
+from autotune.units import format_bytes, format_seconds, plural
 
 
 class Kind(StrEnum):
@@ -80,7 +80,10 @@ class Measurement:
     num_graph_breaks: int = 0  # places where compiled code goes back to Python
     # graphs compiled after the first optimizer step: batches differ in what code depends on
     num_recompilations: int = 0
-    phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
+    # data, forward, backward, optimizer: one optimizer step; imbalance and communication, where ranks hold copies of the model
+    phases_s: dict[str, float] = field(default_factory=dict)
+    waits_s: tuple[float, ...] = ()  # of each rank, each time that gradients of copies are averaged
+    slow_rank: int | None = None  # for which another waits by more than the noise
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
     leaks: tuple[Kept, ...] = ()  # what is kept, where memory grows: what Python objects hold first, then the largest
@@ -99,6 +102,15 @@ class Measurement:
     def train_s(self) -> float:
         """Seconds inside training steps."""
         return self.warmup_s + self.timed_s + self.explained_s
+
+    @property
+    def unequal(self) -> str:
+        """Which rank is slower than another, in words; empty where none is by more than the noise."""
+        if self.slow_rank is None:
+            return ""
+        most_s = max(self.waits_s)
+        waited = format_seconds(most_s - min(self.waits_s))
+        return f"rank {self.slow_rank} is the last to have its gradients: rank {self.waits_s.index(most_s)} waits {waited} for it each time"
 
     @property
     def compile_trouble(self) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from autotune.records.measured import Measured
 from autotune.records.outcome import Kind, Measurement
 from autotune.records.result import Result
+from autotune.records.scaling import OnDevices
 from autotune.records.study import Prediction
 from autotune.units import format_bytes
 
@@ -42,12 +43,12 @@ def spread(value: float, low: float, high: float) -> str:
     return f"±{half:.0%}" if half >= 0.1 else f"±{half:.1%}"
 
 
-def measured_rate(found: Measured | Measurement) -> str:
+def measured_rate(found: Measured | Measurement | OnDevices) -> str:
     """`84.1 ±1.2%`."""
-    if isinstance(found, Measured):
-        low, high = found.samples_per_s_ci
-    else:
+    if isinstance(found, Measurement):
         low, high = found.samples_per_s_low, found.samples_per_s_high
+    else:
+        low, high = found.samples_per_s_ci
     return f"{rate(found.samples_per_s)} {spread(found.samples_per_s, low, high)}".rstrip()
 
 

@@ -251,9 +251,11 @@ class Dashboard(Listener):
         return grid
 
     def _front(self) -> list[tuple[Config, Outcome]]:
-        known = [(config, outcome) for config, outcome in self._feasible.copy().items() if outcome.measurement]
-        points = [(o.measurement.peak_bytes, o.measurement.samples_per_s) for _, o in known if o.measurement]
-        return [known[index] for index in pareto_front(points)]
+        known = [
+            (m, config, outcome) for config, outcome in self._feasible.copy().items() if (m := outcome.measurement)
+        ]
+        front = pareto_front(known, lambda one: (one[0].peak_bytes, one[0].samples_per_s))
+        return [(config, outcome) for _, config, outcome in front]
 
     def _front_table(self, front: list[tuple[Config, Outcome]]) -> Table:
         table = _table("front")

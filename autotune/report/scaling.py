@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.records.scaling import OnDevices, Scaling
-from autotune.report.figures import rate, spread, times
+from autotune.report.figures import measured_rate, times
 from autotune.report.sections import Cell, Paragraph, Section, table
 from autotune.techniques import Techniques
 from autotune.units import format_bytes
@@ -27,7 +27,7 @@ def _row(one: OnDevices, techniques: Techniques) -> tuple[Cell, ...]:
     low, high = one.efficiency_ci
     return (
         str(one.num_processes),
-        f"{rate(one.samples_per_s)} {spread(one.samples_per_s, *one.samples_per_s_ci)}".strip(),
+        measured_rate(one),
         f"{one.efficiency:.0%} ({low:.0%} to {high:.0%})",
         format_bytes(one.peak_bytes),
         techniques.describe(one.config),

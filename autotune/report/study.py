@@ -220,6 +220,8 @@ def _outcome_figures(found: Measurement) -> dict[str, Cell]:
         grown = format_bytes(found.growth_bytes_per_step)
         kept = f"; each micro batch leaves {found.kept}" if found.kept else ""
         rows["leak"] = f"memory grows by {grown} per optimizer step{kept}"
+    if found.unequal:
+        rows["ranks"] = found.unequal
     if found.disturbances:
         rows["disturbed"] = "; ".join(found.disturbances)
     return rows

@@ -30,6 +30,7 @@ from autotune.records.config import (
 )
 from autotune.records.device import NOT_MEASURED
 from autotune.records.inspection import Inspection, Support, TaskFacts
+from autotune.records.options import ONE_DEVICE
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners import jobs
 from autotune.runners.local import LocalRunner
@@ -37,6 +38,7 @@ from autotune.runners.runner import Stated
 from autotune.task.model_file import name_of
 from autotune.techniques import Techniques, declare, find_techniques
 
+DEVICES = "devices"  # the placeholder for their number
 OUTPUT = "output_dir"  # the placeholder for a folder to write to; a scratch folder while probing
 _LOSS_NOT_SEEN = (
     "the loss is the script's own and is not seen: if it couples the samples of a batch (contrastive, with negatives from the "
@@ -53,7 +55,8 @@ class Command:
     """A command line with placeholders.
 
     Attributes:
-        template: with `{batch_size}`, `{accumulation_steps}`, `{output_dir}`, and one `{name}` for each key of `choices`.
+        template: with `{batch_size}`, `{accumulation_steps}`, `{devices}`, `{output_dir}`, and one `{name}` for each key of
+            `choices`.
         choices: name -> choice -> the words that stand for it; the first is what is run today.
 
     Raises:
@@ -64,7 +67,8 @@ class Command:
     choices: Mapping[str, Mapping[Choice, str]]
 
     def __post_init__(self) -> None:
-        known = (*BATCH_KEYS, OUTPUT, *self.choices)
+        filled = (*BATCH_KEYS, DEVICES, OUTPUT)
+        known = (*filled, *self.choices)
         for name in self._placeholders:
             if name not in known:
                 raise ConfigError(
@@ -72,7 +76,7 @@ class Command:
                     + ", ".join(f"{{{one}}}" for one in known)
                 )
         for name, texts in self.choices.items():
-            if name in (*BATCH_KEYS, OUTPUT):
+            if name in filled:
                 raise ConfigError(f"--choices {name}: {{{name}}} is filled in by autotune; leave its choices out")
             if name not in self._placeholders:
                 raise ConfigError(f"--choices {name}: --command has no {{{name}}}; write it where its words belong")
@@ -87,14 +91,15 @@ class Command:
     def _placeholders(self) -> tuple[str, ...]:
         return tuple(name for _, name in _PLACEHOLDER.findall(self.template))
 
-    def line(self, config: Mapping[str, Choice], output: str = "output") -> str:
+    def line(self, config: Mapping[str, Choice], output: str = "output", num_devices: int = 1) -> str:
         """The command line of a config, for a shell. What is empty leaves no blank behind."""
+        numbers = {DEVICES: num_devices, **config}
 
         def text(found: re.Match[str]) -> str:
             blank, name = found.groups()
             if name == OUTPUT:
                 return blank + shlex.quote(output)
-            words = self.choices[name][config[name]] if name in self.choices else str(config[name])
+            words = self.choices[name][config[name]] if name in self.choices else str(numbers[name])
             return blank + words if words else ""
 
         return _PLACEHOLDER.sub(text, self.template)
@@ -150,7 +155,7 @@ class CommandRunner(LocalRunner):
     Args:
         global_batch: samples per optimizer step, of all processes of the command together; None leaves it open.
         baseline: what is run today, as a partial config; the first choice of what it does not name.
-        device, logs: as of `LocalRunner`.
+        device, devices, logs: as of `LocalRunner`; the command takes the number of devices, and starts a process on each.
 
     Raises:
         ConfigError: the command line cannot keep a global batch.
@@ -166,15 +171,22 @@ class CommandRunner(LocalRunner):
         *,
         logs: Path,
         device: str = "auto",
+        devices: str = ONE_DEVICE,
         global_batch: int | None = None,
         baseline: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(None, logs=logs, device=device)
+        super().__init__(None, logs=logs, device=device, devices=devices)
         self.task_name = command.name
+        self._study = command.name if devices == ONE_DEVICE else f"{command.name} on {devices}"
         self._switches = command.switches(find_techniques())
         self._command = command
         self._global_batch = global_batch
         self._world: World | None = None  # of the command, once it was inspected
+        if self.world.size > 1 and not command.has(DEVICES):
+            raise ConfigError(
+                f"--devices {devices}: --command has no {{devices}}; write it where the number of processes belongs, as in "
+                "torchrun --nproc-per-node {devices}"
+            )
         self._baseline = {name: next(iter(texts)) for name, texts in command.choices.items()} | dict(baseline or {})
         if not command.has(BATCH_SIZE) and global_batch is None:
             raise ConfigError(
@@ -190,7 +202,12 @@ class CommandRunner(LocalRunner):
         return self._switches
 
     def command(self, config: Config) -> str:
-        return self._command.line(config)
+        return self._command.line(config, num_devices=self.world.size)
+
+    @property
+    def default_study(self) -> str:
+        """Each number of devices has one of its own."""
+        return self._study
 
     def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], None] | None) -> jobs.R | Outcome:
         """As any runner. An inspection runs a few steps of the baseline's command: whether it trains, in how many processes, and how
@@ -230,6 +247,11 @@ class CommandRunner(LocalRunner):
         world = found.known_world  # unknown where memory ran out before any step
         baseline = self._baseline_in(world)
         unseen = [_LOSS_NOT_SEEN] if self._command.has(BATCH_SIZE) else []
+        if self.world.size > 1 and world != self.world:
+            unseen.append(
+                f"{world.size} of the command's processes train together, and there are {self.world.size} devices: expected one "
+                "on each; the memory of a device without one is not seen"
+            )
         return replace(
             self._drafted(baseline, world, has_batchnorm=found.facts.has_batchnorm),
             facts=replace(found.facts, warnings=(*found.facts.warnings, *unseen)),
@@ -240,6 +262,10 @@ class CommandRunner(LocalRunner):
             shortage=found.shortage,
         )
 
+    def _num_ranks(self, job: jobs.Job[Any]) -> int:
+        """One: the command starts its ranks itself."""
+        return 1
+
     def tracer(self) -> None:
         """Nothing: there is nothing to trace."""
         return
@@ -248,7 +274,7 @@ class CommandRunner(LocalRunner):
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
         world = self._world and self._world.to_dict()
-        device = {"device": self._device.name, "world": world, "scratch": scratch}
+        device = {"device": self._slot, "world": world, "scratch": scratch}
         match job:
             case jobs.ProbeJob():
                 config, settings, more = job.config, job.settings, {}
@@ -260,17 +286,17 @@ class CommandRunner(LocalRunner):
                 more = {"inspection": self._drafted(config, ALONE, has_batchnorm=False).to_dict()}
             case _:
                 raise ConfigError(f"a command cannot be asked for a {job.name}: its model is not seen")
-        line = self._command.line(config, os.path.join(scratch, "output"))
+        line = self._command.line(config, os.path.join(scratch, "output"), self.world.size)
         return device | more | {"config": config.as_dict(), "settings": settings.to_dict(), "command": line}
 
     def _as_given(self) -> Config:
-        """The baseline while nobody knows yet how many processes share the global batch: as for one, as far as that goes."""
+        """The baseline while nobody knows yet how many processes share the global batch: as for one a device, as far as that goes."""
         baseline, accumulates = dict(self._baseline), self._command.has(ACCUMULATION)
         if self._global_batch is not None:
-            most = DEFAULT_BATCH_SIZE if accumulates else self._global_batch
-            baseline.setdefault(BATCH_SIZE, largest_batch_size(most, self._global_batch))
+            share = share_of(self._global_batch, self.world)
+            baseline.setdefault(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE if accumulates else share, share))
             if accumulates:
-                steps = self._global_batch // int(self.techniques.validate(BATCH_SIZE, baseline[BATCH_SIZE]))
+                steps = share // int(self.techniques.validate(BATCH_SIZE, baseline[BATCH_SIZE]))
                 baseline.setdefault(ACCUMULATION, max(1, steps))
         return self.techniques.complete(baseline)
 

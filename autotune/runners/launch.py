@@ -1,7 +1,7 @@
 """What runs inside a probe's own process where the user's command trains: starts it, gathers what its processes tell, ends it.
 
-Time-outs and clean-up are the supervisor's, as for any probe. A job's arguments are `command`, `config`, `settings`, `device`,
-`world` (None while it is unknown), `scratch` (a folder for all that is written) and `log` (what the command prints).
+Time-outs and clean-up are the supervisor's, as for any probe. A job's arguments are `command`, `config`, `settings`, `device` (several
+with commas between), `world` (None while it is unknown), `scratch` (a folder for all that is written) and `log` (what the command prints).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from autotune.devices.cpu import bound_private_memory
 from autotune.devices.linux import kernel_oom_kills
 from autotune.devices.torch_errors import failed_allocation
 from autotune.errors import describe_exit
+from autotune.probe.waiting import Ranks
 from autotune.records.config import World
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome, Progress
@@ -64,6 +65,12 @@ class Ran:
         """The leader's, with the peak of the process that needs most, since each has the limit to itself."""
         progress = Progress() if self.leader is None else self.leader.progress
         return replace(progress, peak_bytes=max((one.progress.peak_bytes for one in self.reports), default=0))
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """What each rank computes and waits for; None where that is not known of all."""
+        ranks = sorted((one for one in self.reports if one.num_steps), key=lambda one: one.world.rank)
+        return Ranks.of([one.times for one in ranks]) if len(ranks) == ranks[0].world.size else None
 
 
 def probe(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -109,8 +116,11 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
     for folder in ("hook", "reports", "output"):
         (scratch / folder).mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("hook.py"), scratch / "hook" / "sitecustomize.py")
-    kept = {name: arguments[name] for name in ("config", "settings", "device")}
-    probed = kept | {
+    devices = arguments["device"].split(",")
+    probed = {
+        "config": arguments["config"],
+        "settings": arguments["settings"],
+        "device": devices[0],
         "reports": str(scratch / "reports"),
         "package": str(PACKAGE),
         "started_s": time.monotonic(),
@@ -118,14 +128,14 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
     settings = scratch / "probe.json"
     settings.write_text(json.dumps(probed))
     kills = kernel_oom_kills()
-    of_process = capabilities_of(arguments["device"]).limits_whole_process
+    of_process = capabilities_of(devices[0]).limits_whole_process
     limit_bytes = arguments["settings"]["memory_limit_bytes"] if of_process else None
     with settings.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)  # until this process ends, however it does; the command's look for it
         process = subprocess.Popen(
             ["/bin/sh", "-c", arguments["command"]],
             stdin=subprocess.DEVNULL,
-            env=_environment(scratch, arguments["device"], arguments["world"] and World.from_dict(arguments["world"])),
+            env=_environment(scratch, devices, arguments["world"] and World.from_dict(arguments["world"])),
             start_new_session=True,
             preexec_fn=None if limit_bytes is None else partial(bound_private_memory, limit_bytes),
         )
@@ -139,10 +149,10 @@ def _run(arguments: dict[str, Any], report: Report) -> Ran:
             time.sleep(LOOK_EVERY_S)
 
 
-def _environment(scratch: Path, device: str, world: World | None) -> dict[str, str]:
+def _environment(scratch: Path, devices: Sequence[str], world: World | None) -> dict[str, str]:
     """The user's, with the hook, and without trackers and uploads.
 
-    A command of one process sees one GPU: it might spread its batch over all that it sees. `cuda:0` may be the first of several.
+    A command of one process sees one GPU: it might spread its batch over all that it sees. `cuda:0` alone may be the first of several.
     """
     paths = [str(scratch / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {
@@ -159,12 +169,12 @@ def _environment(scratch: Path, device: str, world: World | None) -> dict[str, s
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     found = {"HF_HUB_OFFLINE": "1", **os.environ, **quiet}  # what a script needs of the hub it has fetched by now
-    variable, number = capabilities_of(device).chosen_by, device.partition(":")[2]
-    if not number:  # the CPU
+    variable, numbers = capabilities_of(devices[0]).chosen_by, [device.partition(":")[2] for device in devices]
+    if not numbers[0]:  # the CPU
         return found | HIDDEN
-    if variable and ((index := int(number)) or (world and world.size == 1)):
-        visible = list(filter(None, os.environ.get(variable, "").split(",")))
-        found[variable] = visible[index] if index < len(visible) else number
+    if variable and (numbers != ["0"] or (world and world.size == 1)):
+        visible = dict(enumerate(filter(None, os.environ.get(variable, "").split(","))))
+        found[variable] = ",".join(visible.get(int(number), number) for number in numbers)
     return found
 
 
@@ -206,6 +216,8 @@ def _outcome(ran: Ran) -> Outcome:
         kind = Kind.CRASHED if how.startswith("died") else Kind.ERROR
         return failed(kind=kind, cause=f"the command {how} after {steps}: {said}"[:500])
     if ran.leader is not None and (measured := ran.leader.measurement) is not None:
+        if (ranks := ran.ranks) is not None:
+            measured = replace(measured, waits_s=ranks.waits_s, slow_rank=ranks.slow_rank)
         return Outcome(kind=Kind.OK, measurement=replace(measured, peak_bytes=progress.peak_bytes))
     if ran.leader is not None:
         return failed(

@@ -21,6 +21,7 @@ from autotune.files import drop_oldest
 from autotune.records.config import Config, World
 from autotune.records.device import Slot
 from autotune.records.inspection import Inspection
+from autotune.records.options import ONE_DEVICE
 from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
@@ -49,7 +50,7 @@ class OneSlotRunner(Runner):
         DeviceError: there is no such device.
     """
 
-    def __init__(self, device: str, logs: Path, host: Host | None = None, devices: str = "1") -> None:
+    def __init__(self, device: str, logs: Path, host: Host | None = None, devices: str = ONE_DEVICE) -> None:
         self._devices = name_devices(devices, device)
         self.world = World(size=len(self._devices))
         self._device = open_device(self._devices[0])
@@ -115,8 +116,11 @@ class OneSlotRunner(Runner):
 
     def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What the worker's function for this job takes."""
-        together = isinstance(job, TOGETHER) and job.world.size > 1
-        return {"device": self._slot if together else self._device.name, **job.arguments()}
+        return {"device": self._slot if self._num_ranks(job) > 1 else self._device.name, **job.arguments()}
+
+    def _num_ranks(self, job: Job[Any]) -> int:
+        """Processes that run a job."""
+        return self.world.size if isinstance(job, TOGETHER) and job.world.size == self.world.size else 1
 
 
 class LocalRunner(OneSlotRunner):
@@ -139,7 +143,7 @@ class LocalRunner(OneSlotRunner):
         *,
         logs: Path,
         device: str = "auto",
-        devices: str = "1",
+        devices: str = ONE_DEVICE,
         import_timeout_s: float = 180.0,
         fork: bool = True,
         compiled: Path | None = None,
@@ -276,10 +280,6 @@ class LocalRunner(OneSlotRunner):
         if self._in_flight(ticket) is not None and self._connection is not None:
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
                 self._connection.send({"cancel": ticket})
-
-    def _num_ranks(self, job: Job[Any]) -> int:
-        """Processes that run a job: a command starts its own."""
-        return job.world.size if isinstance(job, TOGETHER) and self._source is not None else 1
 
     def _open_logs(self) -> None:
         try:

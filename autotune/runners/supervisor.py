@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from autotune.devices.linux import end_with_parent, kernel_oom_kills
 from autotune.runners.ranks import group_file, rank_file
 
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PDEATHSIG = 1
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
@@ -40,13 +40,12 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in (signal.SIGINT, signal.SIGTERM):  # what these end, the search decides
         signal.signal(number, signal.SIG_IGN)
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # an import may hang, and nobody reads the socket then
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    end_with_parent()  # an import may hang, and nobody reads the socket then
     if os.getppid() != greeting["parent"]:
         os._exit(0)
     hello, task = _import(source, greeting) if source is not None else ({"no_fork": ""}, None)
-    libc.prctl(_PR_SET_PDEATHSIG, 0)  # from here on the closed socket says so, and what a probe left behind is reaped
+    end_with_parent(0)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
@@ -204,8 +203,6 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
 
     Of several the first that ends badly ends them all: the others would wait for it.
     """
-    from autotune.devices.linux import kernel_oom_kills
-
     kills_before = kernel_oom_kills()
     with contextlib.suppress(FileNotFoundError):  # a job before it used the same name, with another group in it
         os.unlink(group_file(request["channel"]))

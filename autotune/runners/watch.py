@@ -23,7 +23,8 @@ from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.observers.base import Observers
-from autotune.probe.timing import MIN_BLOCK_S, Reporter, Timing
+from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
+from autotune.probe.waiting import NUM_TOLD, RankTimes, find_copies, last_times
 from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.formats import Record
 from autotune.records.inspection import optimizer_name
@@ -43,6 +44,7 @@ class RankReport(Record):
         outside_bytes: what it held before it built a model.
         optimizer: class of the optimizer whose steps count, as `TaskFacts.optimizer`; empty before its first step.
         has_batchnorm: as `TaskFacts.has_batchnorm`, from its first step on.
+        times: of steps of a rank that holds a copy of the model.
         outcome: how it failed; None where it did not.
         is_done: it knows enough, and waits to be ended.
     """
@@ -54,6 +56,7 @@ class RankReport(Record):
     has_batchnorm: bool = False
     progress: Progress = field(default_factory=Progress)
     num_steps: int = 0
+    times: tuple[RankTimes, ...] = ()
     measurement: Measurement | None = None
     outcome: Outcome | None = None
     is_done: bool = False
@@ -102,6 +105,7 @@ class Watch:
             return
         self._num_steps += 1
         self._in_block += 1
+        self._look_at_rank()
         timing = self._reporter.stage == "timing"
         if timing and time.perf_counter() - self._last_s < MIN_BLOCK_S and not self._settings.num_steps:
             return
@@ -149,12 +153,21 @@ class Watch:
         self._report = replace(self._report, optimizer=optimizer_name(type(optimizer)), has_batchnorm=_has_batchnorm())
         assert self._device is not None
         self._observers = Observers(self._device, self._world)
+        self._copies = find_copies() if self._world.size > 1 else None
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
         if self._world.rank == 0:
             atexit.register(self._told_at_the_end)
             # a child of multiprocessing may leave without atexit
             Finalize(None, self._told_at_the_end, exitpriority=0)
+
+    def _look_at_rank(self) -> None:
+        """Note what the last step but one took of this rank alone, while torch tells of each, once the first ones are over."""
+        if self._copies is None or not MIN_WARMUP_STEPS < self._num_steps <= NUM_TOLD + 1:
+            return
+        times = last_times(self._copies)
+        if times is not None and times not in self._report.times:
+            self._report = replace(self._report, times=(*self._report.times, times))
 
     def _enter(self, name: str) -> None:
         self._device = device_named(name)

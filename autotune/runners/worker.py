@@ -6,7 +6,6 @@ Isolation, time-outs and clean-up are the supervisor's; this file turns whatever
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -20,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.devices import HIDDEN, Device, device_named, open_device
 from autotune.devices.cpu import bound_host_memory
+from autotune.devices.kernels.rules import round_up
+from autotune.devices.linux import end_with_parent
 from autotune.devices.targets import AbsentGpu
 from autotune.prediction.traces import Plan
 from autotune.probe.timing import LATE
@@ -44,7 +45,6 @@ COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 HANGING_TIMES = 20  # the time that a comparison has: it gives up by itself after ten, between two passes
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be sent
-_PR_SET_PDEATHSIG = 1
 
 
 class Channel:
@@ -133,7 +133,7 @@ def enter(request: dict[str, Any]) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(PermissionError):  # a new interpreter was started as a leader already
             os.setsid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -267,7 +267,6 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
 
 def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     """Checks G, B and N: arguments `config`, `device`, `settings`, `batch_size`, `memory_limit_bytes`."""
-    from autotune.group import join
     from autotune.probe.checks import run_checks
     from autotune.probe.runs import enough_samples
 
@@ -278,11 +277,12 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         techniques = find_techniques()
         compiles = techniques.setup_s(techniques.complete(arguments["config"])) > 0  # a check measures no memory
         device = _limited_device(arguments["device"], arguments["memory_limit_bytes"], seed=0, compiles=compiles)
-        world = World.from_dict(arguments["settings"]["world"])
-        if world.size > 1:
-            join(world, device.torch_device, Path(arguments["group"]))
+        settings = ProbeSettings.from_dict(arguments["settings"])
+        world = settings.world
+        _join_others(arguments, device, settings)
         size = enough_samples(task, device, arguments["batch_size"])
-        size = -(-size // (2 * world.size)) * 2 * world.size if world.size > 1 else size
+        if world.size > 1:
+            size = round_up(size, 2 * world.size)
         return {"check": run_checks(task, arguments["config"], device, batch_size=size, world=world).to_dict()}
     except BaseException as error:
         return {"outcome": outcome_of_failure(error, device, "checks").to_dict()}
@@ -348,15 +348,21 @@ def _evaluate(task: Task, arguments: dict[str, Any], report: Report) -> dict[str
         return {"outcome": outcome_of_failure(error, device, run.reporter.stage if run else "setup").to_dict()}
 
 
+def _join_others(arguments: dict[str, Any], device: Device, settings: ProbeSettings) -> None:
+    """Make this process one of its world's group, where it has one."""
+    from autotune.group import join
+
+    if settings.world.size > 1:
+        join(settings.world, device.torch_device, Path(arguments["group"]), settings.timeout_s)
+
+
 def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
     """A run that is about to begin, of evaluation where the arguments are those of `_evaluate`."""
-    from autotune.group import join
     from autotune.probe.measure import EvaluationRun, Run, train_a_step
     from autotune.recovery import RAISE
     from autotune.session import prepare
 
-    if settings.world.size > 1:
-        join(settings.world, device.torch_device, Path(arguments["group"]), settings.timeout_s)
+    _join_others(arguments, device, settings)
     if (num_samples := arguments.get("num_samples")) is None:
         session = prepare(task, arguments["config"], device=device, on_oom=RAISE, world=settings.world)
         return Run(session, device, settings, report)

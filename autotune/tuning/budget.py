@@ -322,7 +322,5 @@ def patience_for(
 
 def rates_on_front(feasible: dict[Config, Outcome]) -> Front:
     """Peak and throughput of each measured config that no other beats in both."""
-    points = [
-        (float(o.measurement.peak_bytes), o.measurement.samples_per_s) for o in feasible.values() if o.measurement
-    ]
-    return tuple(points[index] for index in pareto_front(points))
+    found = [(float(m.peak_bytes), m.samples_per_s) for o in feasible.values() if (m := o.measurement)]
+    return tuple(pareto_front(found, lambda point: point))

@@ -159,6 +159,16 @@ def _disturbed(answer: Answer) -> Iterator[str]:
         yield "other work disturbed the machine; a quiet one gives narrower intervals"
 
 
+def _unequal_ranks(answer: Answer) -> Iterator[str]:
+    """One rank is slower than another in most probes, whatever the config."""
+    told = [m for trial in answer.search.history.trials if (m := trial.outcome.measurement) and m.waits_s]
+    slow = Counter(m.slow_rank for m in told if m.slow_rank is not None)
+    for rank, number in slow.items():
+        if number > max(1, len(told) / 2):
+            words = next(m.unequal for m in reversed(told) if m.slow_rank == rank)
+            yield f"{words} ({number} of {plural(len(told), 'probe')}); equal devices, with no other work on them, train faster"
+
+
 def _crowded(answer: Answer) -> Iterator[str]:
     search = answer.search
     if crowded := sum(trial.outcome.crowded for trial in search.history.trials):
@@ -189,6 +199,7 @@ RULES: tuple[Rule, ...] = (
     _never_ran,
     _overflows,
     _disturbed,
+    _unequal_ranks,
     _crowded,
     _few_rounds,
 )

@@ -157,10 +157,7 @@ def open_search(
     if runner is not None and options.device != "auto":
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
     if runner is not None and options.devices != ONE_DEVICE:
-        raise ConfigError(
-            f"devices {options.devices} cannot be chosen: the runner has its own, and a command starts its processes itself; "
-            "leave the option out"
-        )
+        raise ConfigError(f"devices {options.devices} cannot be chosen: the runner has its own; leave the option out")
     sampler_named(options.sampler)  # which refuses what it does not know, before anything takes seconds
     techniques = runner.techniques if runner is not None else find_techniques()
     fixed = require_possible(techniques, options.fix, options.include, options.exclude, options.frameworks)

@@ -15,6 +15,7 @@ from autotune.records.config import Config
 from autotune.records.measured import Measured, Rival, front_of
 from autotune.records.outcome import Outcome
 from autotune.records.result import Compiling, Cost, Goal, PlayOffOutcome, Reasons, Result, Subject
+from autotune.records.scaling import Scaling
 from autotune.records.study import Trial
 from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
@@ -46,7 +47,9 @@ class NothingFeasible(AutotuneError):
 
 
 class Interrupted(AutotuneError):
-    """The user interrupted the search; `result` is the best so far, or None. Exit code 130."""
+    """The user interrupted the search; `result` is the best so far, or None, `scaling` that of each number of devices. Exit code 130."""
+
+    scaling: Scaling | None = None
 
     def __init__(self, result: Result | None) -> None:
         super().__init__("interrupted; the study is kept, and the same command continues it")

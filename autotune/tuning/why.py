@@ -100,6 +100,13 @@ def limiting(
     share = {name: seconds / total_s for name, seconds in found.phases_s.items()} if total_s else {}
     if share.get("data", 0.0) > DATA_BOUND:
         return f"Data loading: {share['data']:.0%} of a step is spent waiting for data; faster samples or more workers would help."
+    if share.get("imbalance", 0.0) > DATA_BOUND:
+        return f"Unequal ranks: {share['imbalance']:.0%} of a step the fastest waits for the slowest; equal devices would help."
+    if share.get("communication", 0.0) > DATA_BOUND:
+        return (
+            f"Communication: {share['communication']:.0%} of a step is spent waiting for gradients of other devices; more samples "
+            "per optimizer step would amortise it."
+        )
     batches = [probe for probe in probed if differ(probe.config, answer) == ["batch_size"]]
     smaller = [probe for probe in batches if probe.config.batch_size < answer.batch_size]
     larger = [probe for probe in batches if probe.config.batch_size > answer.batch_size]

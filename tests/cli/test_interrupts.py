@@ -14,6 +14,11 @@ from typing import IO
 import pytest
 
 import autotune
+from autotune import api
+from autotune.cli import main
+from autotune.records.result import Result
+from autotune.tuning.recommend import Interrupted
+from tests.report.sample_study import answer
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -118,3 +123,18 @@ def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_
     while any(Path(f"/proc/{pid}").exists() for pid in supervisors) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in supervisors)
+
+
+def test_of_several_numbers_of_devices_those_that_have_an_answer_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [answer("studies/tiny.db")]
+
+    def search(*arguments: object, **options: object) -> Result:
+        if not answers:
+            raise Interrupted(None)
+        return answers.pop()
+
+    monkeypatch.setattr(api, "run_search", search)
+    assert main(["search", str(TINY), "--device", "cpu", "--devices", "1,2", "--json"]) == 130
+    assert [row["num_processes"] for row in json.loads(capsys.readouterr().out)["rows"]] == [1]

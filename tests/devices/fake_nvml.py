@@ -35,6 +35,8 @@ class FakeGpu:
     capability: tuple[int, int] = (9, 0)
     instances: list[FakeGpu] = field(default_factory=list)
     board: FakeGpu | None = None
+    num_links: int = 0
+    ancestor: int | None = None
 
 
 class FakeNvml:
@@ -119,6 +121,15 @@ class FakeNvml:
         if index >= len(gpu.instances):
             raise self.NVMLError("not found")
         return gpu.instances[index]
+
+    def nvmlDeviceGetP2PStatus(self, one: FakeGpu, other: FakeGpu, index: int) -> int:
+        return 0 if index == 2 and one.num_links and other.num_links else 5
+
+    def nvmlDeviceGetNvLinkState(self, gpu: FakeGpu, link: int) -> int:
+        return int(link < gpu.num_links)
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: FakeGpu, other: FakeGpu) -> int:
+        return self._supported(one.ancestor)
 
     def _supported(self, value: Any) -> Any:
         if value is None:

@@ -92,3 +92,17 @@ def test_an_instance_has_its_own_memory_and_its_boards_temperature():
     assert values["total_bytes"] == 20 * GIB
     assert values["temperature_c"] == 70
     assert "gpu_utilization" not in values
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"num_links": 18, "ancestor": 50}, "over NVLink (18 links)"),
+        ({"ancestor": 10}, "over one PCIe switch"),
+        ({"ancestor": 50}, "over PCIe and the link between processors"),
+        ({}, ""),  # the driver does not say
+    ],
+)
+def test_two_gpus_reach_each_other_over_nvlink_or_pcie(changes, path):
+    nvml = Nvml(FakeNvml(*(dataclasses.replace(gpu, **changes) for gpu in TWO)))
+    assert nvml.path(*nvml.boards()) == path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,28 @@ def test_two_cards_train_together_and_nothing_is_left_on_them(tmp_path: Path, pa
     assert outcome["world"]["size"] == 2
     assert not played.processes(0)
     assert not played.processes(1)
+
+
+DOCTOR = """
+import json
+from autotune import doctor
+if __name__ == "__main__":
+    print(json.dumps(doctor.plain(doctor._together(("cuda:0", "cuda:1"), lambda name: None))))
+"""
+
+
+def test_the_doctor_sees_two_cards_together_and_what_their_communicator_takes(tmp_path: Path) -> None:
+    (tmp_path / "examine.py").write_text(DOCTOR)
+    environment = variables(tmp_path / "books", A100, 2, copies_up_to=65536, nccl_mib=100)
+    command = [sys.executable, "examine.py"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = {line["name"]: line for line in json.loads(done.stdout)["lines"]}
+    assert {name: line["state"] for name, line in lines.items()} == {
+        "cards": "ok",
+        "connection": "unavailable",  # the played NVML knows no links
+        **dict.fromkeys(("devices together", "all-reduce", "all-gather", "reduce-scatter", "communicator"), "ok"),
+    }, done.stderr
+    assert [rank["outside_bytes"] >= 100 * MIB for rank in lines["communicator"]["facts"]["ranks"]] == [True, True]
 
 
 def test_the_rank_that_runs_out_of_memory_is_named(tmp_path: Path) -> None:

@@ -10,24 +10,18 @@ import pytest
 from autotune.records.measured import pareto_front, round_effects
 
 
-def test_no_points_have_an_empty_front() -> None:
-    assert pareto_front([]) == []
-
-
-def test_the_front_comes_by_increasing_memory_and_throughput() -> None:
-    assert pareto_front([(3.0, 30.0), (1.0, 10.0), (2.0, 20.0)]) == [1, 2, 0]
-
-
-def test_a_point_that_needs_more_memory_for_no_more_speed_is_beaten() -> None:
-    assert pareto_front([(1.0, 10.0), (2.0, 10.0), (3.0, 9.0)]) == [0]
-
-
-def test_of_points_with_equal_memory_the_faster_stays() -> None:
-    assert pareto_front([(1.0, 10.0), (1.0, 12.0)]) == [1]
-
-
-def test_of_equal_points_the_first_stays() -> None:
-    assert pareto_front([(1.0, 10.0), (1.0, 10.0)]) == [0]
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([], []),
+        ([(3.0, 30.0), (1.0, 10.0), (2.0, 20.0)], [1, 2, 0]),  # by increasing memory and throughput
+        ([(1.0, 10.0), (2.0, 10.0), (3.0, 9.0)], [0]),  # more memory for no more speed
+        ([(1.0, 10.0), (1.0, 12.0)], [1]),  # of equal memory the faster
+        ([(1.0, 10.0), (1.0, 10.0)], [0]),  # of equal ones the first
+    ],
+)
+def test_the_front_has_what_nothing_beats(points: list[tuple[float, float]], expected: list[int]) -> None:
+    assert pareto_front(range(len(points)), points.__getitem__) == expected
 
 
 def test_it_agrees_with_the_definition_on_random_points() -> None:
@@ -35,7 +29,7 @@ def test_it_agrees_with_the_definition_on_random_points() -> None:
     for _ in range(50):
         points = [(float(draw.randrange(8)), float(draw.randrange(8))) for _ in range(12)]
         unbeaten = {p for p in points if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)}
-        front = [points[index] for index in pareto_front(points)]
+        front = pareto_front(points, lambda point: point)
         assert front == sorted(unbeaten)
 
 

@@ -15,6 +15,7 @@ import pytest
 from autotune.errors import ConfigError
 from autotune.records.config import ProbeSettings, World
 from autotune.records.outcome import Kind, Outcome
+from autotune.runners import launch
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.jobs import InspectJob
 from autotune.techniques import find_techniques
@@ -322,14 +323,42 @@ def test_a_frameworks_script_is_measured_in_its_own_optimizer_steps(tmp_path, sc
 def test_the_processes_of_one_command_are_gathered(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(RANKS)
-    start = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
-    with commanded(tmp_path, f"{start} {file} {{batch_size}} {{accumulation_steps}}", global_batch=16) as runner:
+    start = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {{devices}}"
+    line = f"{start} {file} {{batch_size}} {{accumulation_steps}}"
+    with commanded(tmp_path, line, global_batch=16, devices="2") as runner:
         inspection = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=90))
         assert not isinstance(inspection, Outcome), inspection
         assert inspection.world.size == 2 and inspection.global_batch == 16 and inspection.batch.sizes == (1, 2, 4, 8)
         config = techniques.complete({"batch_size": 8}, global_batch=8)
         found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=None)))
     assert found.samples_per_s == pytest.approx(16 / found.step_s)
+    assert len(found.waits_s) == 2  # by DDP's own clocks
+
+
+def test_the_number_of_devices_is_filled_in_and_belongs_into_the_command(tmp_path):
+    line = "torchrun --nproc-per-node {devices} fit.py {batch_size}"
+    config = techniques.complete({"batch_size": 8})
+    for devices, study in (("1", "fit"), ("cpu:2", "fit on cpu:2")):
+        runner = CommandRunner(Command(line, {}), logs=tmp_path, device="cpu", devices=devices)
+        assert runner.command(config) == f"torchrun --nproc-per-node {devices[-1]} fit.py 8"
+        assert runner.default_study == study
+    with pytest.raises(ConfigError, match=r"--command has no \{devices\}"):
+        CommandRunner(Command("train.py {batch_size}", {}), logs=tmp_path, device="cpu", devices="2")
+
+
+@pytest.mark.parametrize(
+    ("devices", "world", "seen"),
+    [
+        (["cuda:0"], None, "4,5,6"),  # it may be the first of several
+        (["cuda:0"], World(), "4"),
+        (["cuda:1"], None, "5"),
+        (["cuda:0", "cuda:2"], None, "4,6"),
+        (["cpu", "cpu"], None, ""),
+    ],
+)
+def test_a_command_sees_the_devices_that_it_is_to_train_on(tmp_path, monkeypatch, devices, world, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert launch._environment(tmp_path, devices, world)["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_a_command_line_is_filled_in_and_what_is_empty_leaves_no_blank():

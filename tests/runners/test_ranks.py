@@ -42,6 +42,8 @@ def training_step(model, batch):
     global steps
     steps += 1
     loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    if len(batch[0]) == 11 and distributed.get_rank() == 1:
+        time.sleep(0.05)
     if steps == 4 and distributed.is_initialized() and distributed.get_rank() == 1:
         match len(batch[0]):
             case 3:
@@ -109,6 +111,17 @@ def test_ranks_measure_together(runner: LocalRunner, parallel: str) -> None:
     assert measured is not None, outcome
     assert outcome.world.size == 2
     assert measured.samples_per_s == pytest.approx(4 / measured.step_s)  # of both together
+    copies = parallel in ("ddp", "zero1")  # shards have no clocks of their own
+    assert len(measured.waits_s) == 2 * copies
+    assert ({"imbalance", "communication"} <= measured.phases_s.keys()) is copies
+
+
+def test_what_ranks_wait_for_the_slowest_is_a_phase(runner: LocalRunner) -> None:
+    measured = runner.probe(complete(11), SETTINGS.replace(world=runner.world)).measurement
+    assert measured is not None
+    first_s, last_s = measured.waits_s
+    assert first_s - last_s == pytest.approx(measured.phases_s["imbalance"])
+    assert first_s > last_s
 
 
 @pytest.mark.parametrize("name", FAULTS)

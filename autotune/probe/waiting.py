@@ -1,0 +1,100 @@
+"""What ranks that hold copies of a model wait for each other, by the clocks that torch's `DistributedDataParallel` keeps itself.
+
+They tell how long a rank waited for gradients after its own were there: the last rank for the wire alone, the others for that rank, too.
+So no step of another kind is needed. DDP's broadcast of buffers (BatchNorm's) counts as computing, though, and shards have no such
+clocks: their gathering and waiting is part of their forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Self
+
+from autotune.lazy import torch
+from autotune.records.formats import Record
+
+NUM_COMPARED = (
+    4  # steps of each rank: of two that are equal, one is the last in all steps by chance in one of 35 comparisons
+)
+NUM_TOLD = 10  # first steps of which torch tells each; then it tells of each 100th, unless it is asked for more
+UNEQUAL = 0.05  # of what the first rank computes: waiting that is less matters little
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes(Record):
+    """Seconds of one rank in one micro step.
+
+    Attributes:
+        forward_s, backward_s: it computed, the loss with the forward pass.
+        exposed_s: it waited for gradients after its own were there: for other ranks, and for the wire.
+    """
+
+    forward_s: float
+    backward_s: float
+    exposed_s: float
+
+
+def find_copies() -> Any:
+    """What this process trains its copy of a model by; None where there is no other copy."""
+    kind = torch.nn.parallel.DistributedDataParallel
+    return next((one for one in gc.get_objects() if issubclass(type(one), kind)), None)
+
+
+def last_times(copies: Any) -> RankTimes | None:
+    """Of the last step but one: torch tells of a step when the next one begins. None where it tells nothing."""
+    told = copies._get_ddp_logging_data()
+    if "backward_comm_time" not in told:
+        return None
+    exposed = told["backward_comm_time"] - told["backward_compute_comm_overlap_time"]
+    found = (told["forward_compute_time"], told["backward_compute_time"], max(0, exposed))
+    forward_s, backward_s, exposed_s = (nanoseconds / 1e9 for nanoseconds in found)
+    return RankTimes(forward_s=forward_s, backward_s=backward_s, exposed_s=exposed_s)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The times of all ranks in the same steps, in the ranks' order; at least one of each."""
+
+    times: Sequence[Sequence[RankTimes]]
+
+    @classmethod
+    def of(cls, times: Sequence[Sequence[RankTimes]]) -> Self | None:
+        """None where nothing is known of one of them."""
+        return cls(times) if len(times) > 1 and all(times) else None
+
+    @property
+    def waits_s(self) -> tuple[float, ...]:
+        """What each waits for gradients in a micro step."""
+        return tuple(median(one.exposed_s for one in times) for times in self.times)
+
+    @property
+    def slow_rank(self) -> int | None:
+        """The last one, where another waits for it by more than the noise; None where there is none, or too little is known."""
+        waits_s = self.waits_s
+        last, first = self.times[waits_s.index(min(waits_s))], self._first
+        computed_s = median(one.forward_s + one.backward_s for one in first)
+        if min(map(len, self.times)) < NUM_COMPARED or max(waits_s) - min(waits_s) < UNEQUAL * computed_s:
+            return None
+        apart = max(one.exposed_s for one in last) < min(one.exposed_s for one in first)
+        return waits_s.index(min(waits_s)) if apart else None
+
+    def phases_s(self, accumulation_steps: int) -> dict[str, float]:
+        """Seconds of an optimizer step as the first rank sees it: it computes, waits for the last, and with it for the wire.
+
+        `imbalance` is what it waits for the last rank, and `communication` what that one, for which all others have waited, still
+        waits for gradients, which go over the wire in the last micro step alone.
+        """
+        waits_s = self.waits_s
+        return {
+            "forward": accumulation_steps * median(one.forward_s for one in self._first),
+            "backward": accumulation_steps * median(one.backward_s for one in self._first),
+            "imbalance": accumulation_steps * (max(waits_s) - min(waits_s)),
+            "communication": min(waits_s),
+        }
+
+    @property
+    def _first(self) -> Sequence[RankTimes]:
+        return self.times[self.waits_s.index(max(self.waits_s))]
