@@ -16,8 +16,10 @@ from typing import Any
 from torch import distributed
 
 from autotune.devices import Device
+from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import AutotuneError, PeerError, in_one_line, tells_of_lost_peer
 from autotune.records.config import World
+from autotune.units import format_bytes
 
 LOOK_EVERY_S = 0.2
 TELL_S = 1.0  # for all to hear of a failure: then this process may end, and with it the store
@@ -67,10 +69,11 @@ class Alarm:
             raise
 
     def _tell(self, error: Exception) -> None:
-        what = f"failed with {in_one_line(error)}"
-        next_step = "see what it says"
+        what, next_step = f"failed with {in_one_line(error)}", "what it printed tells more"
         if self._device.is_out_of_memory(error):
-            what, next_step = f"ran out of memory ({in_one_line(error)})", _NEXT_STEP
+            attempted = attempted_bytes(error)
+            why = f"an allocation of {format_bytes(attempted)} failed" if attempted else in_one_line(error)
+            what, next_step = f"ran out of memory ({why})", _NEXT_STEP
             error.add_note(
                 "autotune cannot take the step again in smaller micro batches: the other processes are somewhere in the same "
                 f"step, and have been told to end; {_NEXT_STEP}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import itertools
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +254,45 @@ def test_a_stream_is_dealt_out_and_ends_in_all_processes_at_once(ranks: Ranks) -
     first, second = ranks.run(read, Stream, False)
     assert first[0] == [*range(0, 36, 2)]
     assert second[0] == [*range(1, 36, 2)]
+
+
+class EndsEarly(Stream):
+    """A stream of 37 samples, of which the second process sees the first 21."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return itertools.islice(super().__iter__(), 21 if torch.distributed.get_rank() else None)
+
+
+class Fewer(Lines):
+    def __len__(self) -> int:
+        return 37 - torch.distributed.get_rank()
+
+
+def trains_on(world: World, dataset: type) -> tuple[list[int], str]:
+    """The samples of the steps of a pass; what is said of it, or what is raised."""
+    of_lines = replace(task(), train_dataset=dataset, make_batch=None, global_batch=8)
+    said = io.StringIO()
+    logging.getLogger("autotune").addHandler(handler := logging.StreamHandler(said))
+    try:
+        session = prepare(of_lines, {"batch_size": 2, "parallel": "fsdp"}, device="cpu", world=world)
+        sizes = [sum(batch.sizes) for batch in session.loader if session.step(batch) is not None]
+        return sizes, said.getvalue()
+    except TaskError as error:
+        return [], str(error)
+    finally:
+        logging.getLogger("autotune").removeHandler(handler)
+
+
+def test_a_stream_that_ends_early_in_one_process_ends_the_pass_for_all_and_is_told(ranks: Ranks) -> None:
+    for sizes, said in ranks.run(trains_on, EndsEarly):
+        assert sizes == [4, 4]  # of ten samples of its own the second process makes two steps and a half
+        assert "the pass ends for all after 2 steps" in said
+    assert ranks.run(trains_on, Stream)[1] == ([4, 4, 4, 4, 2], "")
+
+
+def test_datasets_of_different_lengths_are_refused(ranks: Ranks) -> None:
+    for _, said in ranks.run(trains_on, Fewer):
+        assert said.startswith("train_dataset has 37, 36 samples in the processes")
 
 
 def draws(world: World) -> tuple[float, float]:

@@ -87,7 +87,9 @@ class Inbox:
     def leave(self) -> NoReturn:
         """End this process, as the search has; where that died, its folder goes, too."""
         poll = select.poll()
-        poll.register(self.connection, 0)  # a search that stops its supervisor waits for that with half of the socket open
+        poll.register(
+            self.connection, 0
+        )  # a search that stops its supervisor waits for that with half of the socket open
         if poll.poll(0):
             shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)  # a thread that the user's module started would keep the interpreter alive

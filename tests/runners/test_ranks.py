@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import CheckJob, ProbeJob
 from autotune.runners.local import LocalRunner
+from autotune.runners.runner import ProbeFault
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from tests.room import limit_bytes
@@ -65,6 +65,14 @@ def training_step(model, batch):
                 ctypes.PyDLL(None).sleep(1000)  # no other thread of Python runs meanwhile
     return loss
 """
+CONTROLLER = """
+import pathlib, sys
+from tests.runners.test_ranks import ProbeJob, SETTINGS, complete, open_runner
+
+with open_runner(pathlib.Path(sys.argv[1]), "others") as runner:
+    runner.run(ProbeJob(config=complete(9), settings=SETTINGS.replace(world=runner.world, timeout_s=60)))
+"""
+ROOT = str(Path(__file__).parent.parent.parent)
 HANGING = MODEL.splitlines().index("                time.sleep(1000)") + 1
 FAULTS = {  # samples of a rank -> what becomes of the probe
     "out of memory": (3, Kind.OOM, "rank 1: an allocation of 64.0 TiB failed"),
@@ -167,37 +175,46 @@ def test_ranks_are_compared_with_one_process(runner: LocalRunner, parallel: str)
     assert "steps differ by" in check.reason
 
 
-@pytest.mark.parametrize("who", ["supervisor", "controller"])
-def test_whoever_dies_takes_the_ranks_with_it_and_leaves_nothing(folder: Path, tmp_path: Path, who: str) -> None:
-    (folder / "began").unlink(missing_ok=True)
-    config = json.dumps({"batch_size": 9, "parallel": "ddp"})
-    command = [
-        sys.executable,
-        "-m",
-        "autotune",
-        "probe",
-        str(folder / "net.py"),
-        "--devices",
-        "cpu:2",
-        "--config",
-        config,
-    ]
-    controller = subprocess.Popen(
-        command, env={**os.environ, "TMPDIR": str(tmp_path)}, cwd=folder, stdout=subprocess.PIPE, text=True
-    )
+def wait_for(begun: Path) -> None:
     deadline = time.monotonic() + 60
-    while not (folder / "began").exists():
+    while not begun.exists():
         assert time.monotonic() < deadline, "the ranks did not begin"
         time.sleep(0.05)
-    (supervisor,) = psutil.Process(controller.pid).children()
-    running = [*supervisor.children(), supervisor]
-    assert len(running) == 3
+
+
+def seconds_until_gone(killed: int, running: list[psutil.Process]) -> float:
+    assert len(running) == 2
     began_s = time.monotonic()
-    os.kill(supervisor.pid if who == "supervisor" else controller.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(running, timeout=5)
-    gone_s = time.monotonic() - began_s
-    said = (controller.communicate(timeout=30)[0].strip().splitlines() or [""])[-1]
+    os.kill(killed, signal.SIGKILL)
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in running):
+        assert time.monotonic() < began_s + 5, "they run on"
+        time.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+def test_a_controller_that_dies_takes_its_ranks_with_it_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    began = folder / "began"
+    began.unlink(missing_ok=True)
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(folder)], env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": ROOT}
+    )
+    wait_for(began)
+    (supervisor,) = psutil.Process(controller.pid).children()
+    gone_s = seconds_until_gone(controller.pid, supervisor.children())
+    controller.wait()
+    _, alive = psutil.wait_procs([supervisor], timeout=5)
     left = [str(process) for process in alive] + [path.name for path in tmp_path.glob("autotune-*")]
-    print(row(f"{who} killed", "", said, gone_s, left))
+    print(row("controller killed", "", "", gone_s, left))
     assert not left
-    assert who == "controller" or "the process that starts probes failed: died of SIGKILL" in said
+
+
+def test_a_supervisor_that_dies_takes_its_ranks_with_it(runner: LocalRunner, folder: Path) -> None:
+    began = folder / "began"
+    began.unlink(missing_ok=True)
+    runner.submit(ProbeJob(config=complete(9), settings=SETTINGS.replace(world=runner.world, timeout_s=60)))
+    wait_for(began)
+    (supervisor,) = psutil.Process().children()
+    gone_s = seconds_until_gone(supervisor.pid, supervisor.children())
+    with pytest.raises(ProbeFault, match=r"the process that starts probes failed: died of SIGKILL") as raised:
+        runner.collect()
+    print(row("supervisor killed", "", str(raised.value), gone_s, []))
