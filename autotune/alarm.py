@@ -31,7 +31,8 @@ class Alarm:
     """Around what the processes of a world do together: where one raises, all do.
 
     A key of the group's store holds what happened. A thread of each process looks for it, and ends the group there: that ends a
-    wait for NCCL. A wait for gloo, which nothing else ends, ends with the process that failed.
+    wait for NCCL. Gloo cannot be ended so, and a group dropped by a thread may hang its process: there a wait ends with the
+    process that failed.
 
     What autotune itself raises for the user to read is told to nobody: it arises in all of them.
     """
@@ -95,7 +96,7 @@ def _listen(store: Any, key: str, ended: threading.Event) -> None:
         while not ended.wait(LOOK_EVERY_S):
             if store.check([key]):
                 store.add(_heard(key), 1)
-                with suppress(Exception):  # it was ended already
+                if distributed.is_initialized() and "gloo" not in distributed.get_backend_config():
                     distributed.distributed_c10d._abort_process_group()
                 return
 
