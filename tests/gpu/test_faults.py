@@ -163,6 +163,7 @@ FAULTS = {
         cards=2, stage=fill_the_first, environment={"CUDA_VISIBLE_DEVICES": SECOND}, says="--device cuda"
     ),
     "the second of two cards that train together falls off the bus": Fault(
+        slow=True,
         cards=2,
         devices="2",
         settings=GROUPS,
@@ -171,6 +172,7 @@ FAULTS = {
         says="the study keeps what was measured, and the same command goes on with it",
     ),
     "a neighbour that takes the second of two cards that train together": Fault(
+        slow=True,
         cards=2,
         devices="2",
         settings=GROUPS,
