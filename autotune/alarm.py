@@ -44,9 +44,7 @@ class Alarm:
         ended = threading.Event()
         thread = threading.Thread(target=_listen, args=(self._store, self._key, ended), daemon=True)
         thread.start()
-        weakref.finalize(
-            self, _end, ended, thread
-        )  # at the interpreter's end, too, which must not find it in the store
+        weakref.finalize(self, _end, ended, thread)  # at exit, too: the interpreter must not find it in the store
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -61,17 +59,18 @@ class Alarm:
         except AutotuneError:
             raise
         except Exception as error:
-            is_of_peer = isinstance(error, distributed.DistError) or tells_of_lost_peer(str(error))
+            ran_out = self._device.is_out_of_memory(error)  # so may a communicator
+            is_own = ran_out or not (isinstance(error, distributed.DistError) or tells_of_lost_peer(str(error)))
             with suppress(RuntimeError):  # the store is gone with the process that kept it
-                if is_of_peer and self._store.check([self._key]):
+                if is_own:
+                    self._tell(error, ran_out)
+                elif self._store.check([self._key]):
                     raise PeerError(self._store.get(self._key).decode()) from error
-                if not is_of_peer:
-                    self._tell(error)
             raise
 
-    def _tell(self, error: Exception) -> None:
+    def _tell(self, error: Exception, ran_out: bool) -> None:
         what, next_step = f"failed with {in_one_line(error)}", "what it printed tells more"
-        if self._device.is_out_of_memory(error):
+        if ran_out:
             attempted = attempted_bytes(error)
             why = f"an allocation of {format_bytes(attempted)} failed" if attempted else in_one_line(error)
             what, next_step = f"ran out of memory ({why})", _NEXT_STEP

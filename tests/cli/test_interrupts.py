@@ -163,7 +163,9 @@ def test_a_search_of_several_processes_ends_with_all_of_them(tmp_path: Path, tim
     assert not left
     assert searching.returncode == 130
     line = RANK_HANGS.splitlines().index("        time.sleep(3600)") + 1
-    assert times == 2 or f"; the others waited for rank 1 (net.py, line {line})" in told  # the probe was given up meanwhile
+    assert (
+        times == 2 or f"; the others waited for rank 1 (net.py, line {line})" in told
+    )  # the probe was given up meanwhile
 
 
 def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_alive(tmp_path: Path) -> None:
