@@ -5,7 +5,14 @@ Each message names the value, what was expected and the next step.
 
 from __future__ import annotations
 
+import re
 import signal
+
+# as NCCL, gloo and torch say it of a group whose process has gone or whose group was ended
+_LOST_PEER = re.compile(
+    r"remote process exited|[Cc]onnection (?:closed|reset) by peer|pair closure|Broken pipe|NCCL communicator was aborted"
+    r"|process group has not been initialized|Invalid process group specified"
+)
 
 
 def first_line(error: BaseException) -> str:
@@ -17,6 +24,11 @@ def in_one_line(error: BaseException) -> str:
     """`ValueError: bad shape`: an error's type and first line."""
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line}"
+
+
+def tells_of_lost_peer(text: str) -> bool:
+    """Whether an error's words say that another process of the group is gone."""
+    return _LOST_PEER.search(text) is not None
 
 
 class AutotuneError(Exception):
@@ -45,6 +57,10 @@ class ConfigError(AutotuneError):
 
 class DeviceError(AutotuneError):
     """The device asked for does not exist or cannot be used here."""
+
+
+class PeerError(AutotuneError):
+    """Another process that trains the same model has failed, and this one cannot go on without it."""
 
 
 class StudyError(AutotuneError):

@@ -67,6 +67,14 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
     )
 
 
+def num_collectives() -> int:
+    """How many collectives this process has begun, over all its groups; -1 before it is one of a group."""
+    if not distributed.is_initialized():
+        return -1
+    groups: list[Any] = [*distributed.distributed_c10d._world.pg_map]
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
 def host_or(device: torch.device) -> torch.device:
     """Where what is decided together is put together: on the host, where the group can, else on the device that it is for."""
     return torch.device("cpu") if "gloo" in distributed.get_backend_config() else device
@@ -80,15 +88,21 @@ class Together:
 
     def largest(self, value: float) -> float:
         """The largest of the processes' values; they wait for each other."""
+        return self.extremes(value)[1]
+
+    def extremes(self, value: float) -> tuple[float, float]:
+        """The smallest and the largest of the processes' values; they wait for each other."""
         if self._size == 1:
-            return value
-        values = torch.tensor(float(value), dtype=torch.float64, device=host_or(self._device))
+            return value, value
+        values = torch.tensor([-value, value], dtype=torch.float64, device=host_or(self._device))
         distributed.all_reduce(values, distributed.ReduceOp.MAX)
-        return float(values)
+        negative, largest = values.tolist()
+        return -negative, largest
 
     def agree(self, value: float) -> bool:
         """Whether all processes have the same value."""
-        return self.largest(value) == -self.largest(-value)
+        smallest, largest = self.extremes(value)
+        return smallest == largest
 
 
 def gather(value: Any) -> list[Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DistributedSampler
 
+from autotune.alarm import Alarm
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluator import Evaluator
@@ -28,6 +30,9 @@ from autotune.task.losses import shares_of
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build, Spread
 from autotune.techniques.tensors.spread import copies
+from autotune.units import plural
+
+_LOG = logging.getLogger("autotune")
 
 
 class Session:
@@ -44,9 +49,10 @@ class Session:
         evaluator: evaluates single batches; `evaluate` takes a whole loader.
         ready: what a forward pass is given and runs in, as the config says.
         places: technique -> the modules of the model that it acts on, as in `Build`.
+        own_loss: this process's part of the latest loss, times the number of processes; None where there is one process.
     """
 
-    def __init__(self, build: Build, recovery: Recovery | None = None) -> None:
+    def __init__(self, build: Build, recovery: Recovery | None = None, alarm: Alarm | None = None) -> None:
         self.task = build.task
         self.config = build.config
         self.device = build.device.torch_device
@@ -57,19 +63,22 @@ class Session:
         self.scaler = build.scaler
         self.places = build.places
         self._spread, self._together = build.spread, Together(build.world, self.device)
-        self.loader = StepLoader(build)
+        self._shared = nullcontext if alarm is None else alarm.shared
+        self.loader = StepLoader(build, self._shared)
         self.ready = Ready(build)
         self._one_micro_batch = build.one_micro_batch
         self._loader_options = build.loader_options
         self._recovery = recovery
         self.evaluator = Evaluator(build, self.ready, halves=recovery is not None)
+        self.own_loss: torch.Tensor | None = None
         self._position = 0  # of the micro batch that `accumulate` has come to
 
     def step(self, batch: Any) -> torch.Tensor:
         """Take one optimizer step on all the samples of `batch`.
 
         Where memory runs out, the step is taken again in smaller micro batches (`prepare`'s `on_oom`). It is then the step
-        that a session with those micro batches takes from the same parameters, buffers and random state.
+        that a session with those micro batches takes from the same parameters, buffers and random state. In a world of several
+        processes it raises in all of them, whatever has failed in one.
 
         Args:
             batch: a batch of `loader`, or one like the task's own on any device, which is cut into micro batches. A batch
@@ -81,12 +90,14 @@ class Session:
         Raises:
             TaskError: the batch has to be cut, and cannot be.
             ConfigError: the batch has to be cut, and a technique of the config takes whole batches only.
+            PeerError: another process has failed; it says which, and how.
             Exception: out of memory, as torch raises it, with a note that says why the step was not taken again.
         """
         if self._recovery is not None:
             return self._recovery.step(self, self._micro_batches(batch))
-        loss = self.accumulate(batch)
-        self.update()
+        with self._shared():
+            loss = self.accumulate(batch)
+            self.update()
         return loss
 
     def accumulate(self, batch: Any) -> torch.Tensor:
@@ -150,6 +161,7 @@ class Session:
             with spread.synchronizing(self._position == len(weights) - 1):
                 loss = self._backward(micro, share)
             total = total + torch.where(share > 0, loss, torch.zeros_like(loss))
+        self.own_loss = total
         return sum_over(total / self.world.size).to(loss.dtype)
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
@@ -195,7 +207,8 @@ class Session:
                 StepBatch([pair])
                 for pair in _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
             )
-        return self.evaluator.means(data)
+        with self._shared():
+            return self.evaluator.means(data)
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be kept to go on later: of model, optimizer and scaler, by the model's own names.
@@ -302,13 +315,19 @@ class Ready:
 
 
 class StepLoader:
-    """Groups micro batches into optimizer steps. The last group, and the last micro batch in it, may be smaller."""
+    """Groups micro batches into optimizer steps. The last group, and the last micro batch in it, may be smaller.
 
-    def __init__(self, build: Build) -> None:
+    Args:
+        shared: around what is loaded, as of an `Alarm`.
+    """
+
+    def __init__(self, build: Build, shared: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._shared = shared
         self._config = build.config
         self._task = build.task
         dataset = build.task.dataset()
         self._batch_streams = tuple(build.batch_streams)
+        self._world, self._together = build.world, Together(build.world, build.device.torch_device)
         self._epoch = 0
         self._micro_loader: torch.utils.data.DataLoader[Any] | None = None
         if dataset is not None:
@@ -321,8 +340,30 @@ class StepLoader:
 
     def __iter__(self) -> Iterator[StepBatch]:
         micro_batches = self.micro_batches()
-        while group := StepBatch(itertools.islice(micro_batches, self._config.accumulation_steps)):
+        for number in itertools.count():
+            with self._shared():
+                group = StepBatch(itertools.islice(micro_batches, self._config.accumulation_steps))
+                ends_apart = self._may_end_apart and not self._together.agree(len(group))
+            if ends_apart:
+                _LOG.warning(
+                    "rank %d: the streams of the processes do not end together: the pass ends for all after %s, and what is left "
+                    "in some of them is not trained on; let train_dataset() give all processes the same samples, of which each is "
+                    "given its share",
+                    self._world.rank,
+                    plural(number, "step"),
+                )
+                return
+            if not group:
+                return
             yield group
+
+    @property
+    def _may_end_apart(self) -> bool:
+        """Whether another process may have fewer batches: of a stream, whose length is not known. It is asked before each step."""
+        loader = self._micro_loader
+        return (
+            self._world.size > 1 and loader is not None and isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        )
 
     def __len__(self) -> int:
         if self._micro_loader is None:
@@ -383,8 +424,9 @@ def prepare(
             else, and `halve` raises, too: the first time it compares the gradient of a few samples with that of their
             halves. To be able to restore, `halve` takes
             note of the state before each step. That takes processor time which probes do not measure: some 0.05 ms a step,
-            and 0.1 ms with 800 parameters and 100 buffers. In a world of several processes it raises: the others are
-            somewhere in the same step, and whoever launched them ends them.
+            and 0.1 ms with 800 parameters and 100 buffers. In a world of several processes it raises in all of them, with the
+            reason, whatever fails in one: the others are somewhere in the same step, which none can take back. With gloo they
+            raise once the process that failed has ended.
         world: the processes that train the model together, this one among them: the global batch is what all of them take.
             None for the world that this process was launched into (`torchrun`), whose process group it joins.
 
@@ -424,9 +466,10 @@ def prepare(
     _apply(build, techniques, Phase.LOADER)
     if world.size > 1:
         seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
+    if on_oom == RAISE:
+        return Session(build)
     # the others of a world are somewhere in a step that cannot be taken back
-    halves = on_oom == HALVE and world.size == 1
-    return Session(build, Recovery(build) if halves else None)
+    return Session(build, Recovery(build)) if world.size == 1 else Session(build, alarm=Alarm(world, opened))
 
 
 def _spread_out(build: Build, techniques: Techniques) -> None:

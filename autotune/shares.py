@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler, Subset
 
+from autotune.errors import TaskError
 from autotune.group import gather
 from autotune.randomness import RandomState, seed_everything
 from autotune.records.config import World
@@ -23,14 +24,24 @@ def share_out(dataset: Any, options: dict[str, Any], world: World, batch_size: i
     positions are repeated where they do not divide evenly, as torch's `DistributedSampler` does; the last ones of a stream
     are left out.
 
+    Raises:
+        TaskError: the processes have datasets of different lengths.
+
     Args:
         options: of the data loader; a sampler among them gives the order that is shared out, each `batch_size` in a row together.
     """
     if world.data_parallel == 1:
         return dataset, options
-    (seed, *_) = gather(int(torch.randint(2**31, ())))
-    if isinstance(dataset, IterableDataset):
+    streams = isinstance(dataset, IterableDataset)
+    found = gather((int(torch.randint(2**31, ())), None if streams else len(dataset)))
+    seed = found[0][0]
+    if streams:
         return StreamShare(dataset, world, seed), options
+    if len({length for _, length in found}) > 1:
+        raise TaskError(
+            f"train_dataset has {', '.join(str(length) for _, length in found)} samples in the processes, one after the other, and "
+            "has to be the same in all of them: each is given its share; leave out what divides it by rank"
+        )
     sampler: Any = options.get("sampler")
     if sampler is None:
         shared: Any = DistributedSampler(dataset, num_replicas=world.data_parallel, rank=world.group, seed=seed)

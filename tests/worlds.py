@@ -47,14 +47,14 @@ class Ranks:
             process.join()
         self._folder.cleanup()
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What `function(world, *arguments)` returns in each rank.
+    def run(self, function: Callable[..., Any], *arguments: Any, last: bool = False) -> list[Any]:
+        """What `function(world, *arguments)` returns in each rank; the `last` one ends it, each rank when it is done.
 
         Raises:
             AssertionError: it raised, or did not end.
         """
         for line in self._lines:
-            line.send((function, arguments))
+            line.send((function, arguments, last))
         found = []
         for rank, line in enumerate(self._lines):
             assert line.poll(PATIENCE_S), f"rank {rank} did not end"
@@ -73,8 +73,9 @@ def _serve(rank: int, size: int, store: Path, line: Connection) -> None:
     torch.set_num_threads(1)
     world = World(size=size, rank=rank)
     join(world, torch.device("cpu"), store, PATIENCE_S)
-    while True:
-        function, arguments = line.recv()
+    is_last = False
+    while not is_last:
+        function, arguments, is_last = line.recv()
         try:
             line.send((False, function(world, *arguments)))
         except BaseException:

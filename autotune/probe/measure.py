@@ -66,6 +66,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
+        self._own_finite = self._finite.clone()  # this process's part, when the loss of all was first not finite
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = micro_batches(self.session)
         self._graph_breaks_before = num_graph_breaks()
@@ -160,12 +161,12 @@ class Run:
         """Take a step. Returns its seconds if something was compiled in it, else 0."""
         known = num_graphs()
         accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
+        self._require_finite_loss(self.num_steps + 1)
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
         compiled = self._together.largest(num_graphs() - known) > 0
         self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled))
-        self._require_finite_loss()
         return accumulated_s + update_s if compiled else 0.0
 
     @property
@@ -243,7 +244,7 @@ class Run:
                 block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
                 blocks.add(count * self._samples / block_s, block_s)
                 done += count
-            self._require_finite_loss()
+            self._require_finite_loss(self.num_steps)
             self._observers.sample(self.num_steps)
         self._observers.end()
 
@@ -303,6 +304,8 @@ class Run:
 
     def _accumulate(self, batch: StepBatch) -> None:
         self._loss = self.session.accumulate(batch)
+        if self.session.own_loss is not None:
+            self._own_finite &= torch.isfinite(self.session.own_loss) | ~self._finite
         self._finite &= torch.isfinite(self._loss)
 
     def _accumulate_part(self, batch: StepBatch) -> None:
@@ -332,9 +335,14 @@ class Run:
         self.reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
         return elapsed
 
-    def _require_finite_loss(self) -> None:
-        if not bool(self._finite):
-            raise NonFiniteError(f"the loss was {float(self._loss)} by optimizer step {self.num_steps}")
+    def _require_finite_loss(self, num_steps: int) -> None:
+        if bool(self._finite):
+            return
+        of_ranks = ""
+        if self.session.own_loss is not None:
+            own = enumerate(gather(bool(self._own_finite)))
+            of_ranks = ",".join(f" of rank {rank}" for rank, is_finite in own if not is_finite)
+        raise NonFiniteError(f"the loss{of_ranks} was {float(self._loss)} by optimizer step {num_steps}")
 
     def _require_finite_gradients(self) -> None:
         for name, parameter in self.session.model.named_parameters():

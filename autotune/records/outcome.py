@@ -199,6 +199,8 @@ class Outcome(Record):
         log: path of the file that holds what the user's code printed.
         own_fault: whether the exception arose in a line of autotune itself; `cause` says so, too.
         device_fault: whether torch cannot use the device at all, whatever the task.
+        waited_for: for `timeout` in a world: the rank for which the others waited, and where it was, in words; empty where none
+            was seen to hang. `cause` says so, too.
         too_few_samples: for `error`: a pass over the training set gives no batch as large.
         crowded: for `oom`: the limit allowed it, but others held the memory. A disturbance, which says nothing of the config.
         on_host: for `oom` on a GPU: it was the host's memory that ran out.
@@ -225,6 +227,7 @@ class Outcome(Record):
     attempted_bytes: int = 0
     own_fault: bool = False
     device_fault: bool = False
+    waited_for: str = ""
     too_few_samples: bool = False
     crowded: bool = False
     on_host: bool = False

@@ -28,6 +28,7 @@ class Connection:
         source: how the supervisor gets the task; None where a command trains, and there is none.
         log: receives what the import prints.
         import_timeout_s: for importing torch and the user's module.
+        folder: of the search, which goes with it if it dies.
         fork: False starts a new interpreter for each job.
         num_ranks: of the worlds that are probed.
 
@@ -41,10 +42,17 @@ class Connection:
     """
 
     def __init__(
-        self, source: TaskSource | None, *, log: Path, import_timeout_s: float, fork: bool, num_ranks: int = 1
+        self,
+        source: TaskSource | None,
+        *,
+        log: Path,
+        folder: str,
+        import_timeout_s: float,
+        fork: bool,
+        num_ranks: int = 1,
     ) -> None:
         self._source = source
-        self._log = log
+        self._log, self._folder = log, folder
         self._process = self._start(fork, num_ranks)
         self._socket.settimeout(import_timeout_s)
         try:
@@ -85,13 +93,15 @@ class Connection:
         return json.loads(line)  # type: ignore[no-any-return]
 
     def stop(self) -> None:
-        """End the supervisor and what it runs; a closed socket tells it to."""
-        self._socket.close()
-        self._replies.close()
+        """End the supervisor and what it runs; the socket's end tells it to, of which a search that dies leaves neither half."""
+        with contextlib.suppress(OSError):  # it is gone already
+            self._socket.shutdown(socket.SHUT_WR)
         try:
             self._process.wait(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._kill()
+        self._socket.close()
+        self._replies.close()
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -117,6 +127,7 @@ class Connection:
             "fork": fork,
             "num_ranks": num_ranks,
             "parent": os.getpid(),
+            "folder": self._folder,
         }
         self._socket, theirs = socket.socketpair()
         self._replies = self._socket.makefile("r")

@@ -16,7 +16,7 @@ from typing import Any
 from autotune.errors import describe_exit
 from autotune.records.outcome import COMPILING, Kind, Outcome, Progress
 from autotune.runners.jobs import Job, TracingJob
-from autotune.runners.ranks import Told, culprit, measured_together, read_ranks
+from autotune.runners.ranks import Told, culprit, measured_together, read_ranks, waited_for
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
@@ -100,6 +100,7 @@ class InFlight:
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
     _ended_s: float = 0.0  # when that was told
+    _places: dict[int, dict[str, Any]] = field(default_factory=dict)  # of ranks that were asked where they are
     _compile_cold_s: float = 0.0
     _compiling_s: float = 0.0  # from the job's start until that was reported
     _told: list[dict[str, Any]] = field(default_factory=list)  # parts of the answer
@@ -122,6 +123,8 @@ class InFlight:
                 self._compiling_s = time.monotonic() - self.started_s
             elif "result" in message:
                 self._result, self._ended_s = message["result"], message["ended_s"]
+            elif "collectives" in message:
+                self._places[0] = message
             else:
                 self._told.append(message)
 
@@ -149,10 +152,14 @@ class InFlight:
             if rank is not None:
                 ended = ended | {"exit_code": ended["exit_codes"][rank]}
             kind, cause = self._how_it_ended(ended, printed)
-            cause = of_rank + cause
+            waited = ""
+            if kind is Kind.TIMEOUT and self.num_ranks > 1:
+                places = self._places | read_ranks(self.path, self.num_ranks, "collectives")
+                waited = waited_for(places, ended["killed"])
             ended_early = Outcome(
                 kind=kind,
-                cause=cause,
+                cause=f"{of_rank}{cause}{waited and f'; {waited}'}",
+                waited_for=waited,
                 detail=printed[-LOG_TOLD:],
                 stage=self.progress.stage,
                 log=log,
@@ -164,7 +171,11 @@ class InFlight:
             return self.failed(ended_early)
         if "outcome" in found:
             outcome = found["outcome"] | {"wall_s": wall_s, "compiling_s": self._compiling_s, "log": log}
-            outcome["cause"] = of_rank + outcome["cause"] if outcome["cause"] else ""
+            if outcome["kind"] not in (
+                Kind.OK,
+                Kind.NONFINITE,
+            ):  # not finite in all: the cause itself names whose it was
+                outcome["cause"] = of_rank + outcome["cause"]
             if outcome["measurement"] is not None:
                 outcome["measurement"] |= {"compile_cold_s": self._compile_cold_s}
             found = {"outcome": outcome}
@@ -175,7 +186,8 @@ class InFlight:
         if self.num_ranks == 1 or ended["cancelled"]:
             return self._result, None
         told = [] if self._result is None else [Told(rank=0, answer=self._result, ended_s=self._ended_s)]
-        told += read_ranks(self.path, self.num_ranks)
+        others = read_ranks(self.path, self.num_ranks, "result")
+        told += [Told(rank=rank, answer=one["result"], ended_s=one["ended_s"]) for rank, one in others.items()]
         if (rank := culprit(told, ended)) is not None:
             return next((one.answer for one in told if one.rank == rank), None), rank
         if len(told) < self.num_ranks:

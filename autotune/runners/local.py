@@ -309,6 +309,7 @@ class LocalRunner(OneSlotRunner):
             self._connection = Connection(
                 self._source,
                 log=self._import_log,
+                folder=os.path.dirname(self._channel),
                 import_timeout_s=self._import_timeout_s,
                 fork=self._fork,
                 num_ranks=self.world.size,

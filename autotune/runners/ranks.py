@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.errors import tells_of_lost_peer
 from autotune.records.outcome import Kind, Measurement
-
-# as NCCL and gloo say it
-_LOST_PEER = re.compile(r"remote process exited|[Cc]onnection (?:closed|reset) by peer|pair closure|Broken pipe")
 
 
 def rank_file(channel: str, rank: int) -> str:
@@ -22,6 +19,11 @@ def rank_file(channel: str, rank: int) -> str:
 def group_file(channel: str) -> str:
     """The file through which the ranks of a job find each other (torch's `FileStore`)."""
     return f"{channel}.group"
+
+
+def question_file(channel: str) -> str:
+    """The named pipe that is opened for the ranks of a job once they are asked where they are."""
+    return f"{channel}.question"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +38,19 @@ class Told:
     def lost_peer(self) -> bool:
         """Whether it failed because another rank was gone."""
         outcome = self.answer.get("outcome", {})
-        return outcome.get("kind") == Kind.ERROR and _LOST_PEER.search(outcome["cause"]) is not None
+        return outcome.get("kind") == Kind.ERROR and tells_of_lost_peer(outcome["cause"])
 
 
-def read_ranks(channel: str, size: int) -> list[Told]:
-    """What the ranks above 0 have told."""
-    told = []
+def read_ranks(channel: str, size: int, what: str) -> dict[int, dict[str, Any]]:
+    """Of each rank above 0 the last message that has a `what`, if there is one."""
+    found = {}
     for rank in range(1, size):
         with open(rank_file(channel, rank), "rb") as file:
-            lines = [json.loads(line) for line in file.read().split(b"\n")[:-1]]
-        results = [line for line in lines if "result" in line]
-        if results:
-            told.append(Told(rank=rank, answer=results[-1]["result"], ended_s=results[-1]["ended_s"]))
-    return told
+            for line in file.read().split(b"\n")[:-1]:
+                message = json.loads(line)
+                if what in message:
+                    found[rank] = message
+    return found
 
 
 def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
@@ -64,6 +66,27 @@ def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
     failed = [spoke[rank] for rank in by_itself if ended["exit_codes"][rank]]
     first = min([one for one in failed if not one.lost_peer] or failed, key=lambda one: one.ended_s, default=None)
     return None if first is None else first.rank
+
+
+def waited_for(places: Mapping[int, dict[str, Any]], running: Sequence[int]) -> str:
+    """`the others waited for rank 1 (net.py, line 34)`: the rank that hangs; empty where none is seen to.
+
+    Who waits in a collective has begun one more than who has not come to it. A rank whose interpreter is held by other code
+    gives no answer.
+
+    Args:
+        places: of each rank that answered, in `collectives` how many it had begun, in `is_still` whether it began none for a
+            moment, and `at`, the place in the user's code.
+        running: the ranks that had not ended.
+    """
+    places = {rank: place for rank, place in places.items() if rank in running}
+    if not places or not all(place["is_still"] for place in places.values()):
+        return ""
+    if silent := [rank for rank in running if rank not in places]:
+        return f"the others waited for rank {silent[0]}, which gives no answer"
+    begun = {rank: place["collectives"] for rank, place in places.items()}
+    last = min(begun, key=lambda rank: begun[rank])
+    return "" if begun[last] == max(begun.values()) else f"the others waited for rank {last}{places[last]['at']}"
 
 
 def measured_together(measurements: Sequence[Measurement]) -> Measurement:

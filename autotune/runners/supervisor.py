@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,15 +21,15 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 from autotune.devices.linux import end_with_parent, kernel_oom_kills
-from autotune.runners.ranks import group_file, rank_file
+from autotune.runners.ranks import group_file, question_file, rank_file
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CUDA_ERROR_NOT_INITIALIZED = 3
-_LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
+_LAST_WORDS_S = 0.5  # of the other ranks, once one has failed, and of all once they are asked where they are
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
@@ -49,19 +50,23 @@ def main() -> None:
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)
-    inbox = Inbox(connection)
+    inbox = Inbox(connection, greeting["folder"])
     while "error" not in hello and (request := inbox.next()) is not None:
         if "cancel" not in request:  # else the job had ended by itself
             request |= {"blas_threads": blas_threads, "source": source}
             _send(connection, _serve(request, task, inbox))
-    os._exit(0)  # a thread that the user's module started would keep the interpreter alive
+    inbox.leave()
 
 
 class Inbox:
-    """Reads the search's messages, one JSON object a line."""
+    """Reads the search's messages, one JSON object a line.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    Args:
+        folder: the search's, in which it keeps what the two share.
+    """
+
+    def __init__(self, connection: socket.socket, folder: str) -> None:
+        self.connection, self._folder = connection, folder
         self._unread = b""
 
     def receive(self) -> bool:
@@ -77,6 +82,16 @@ class Inbox:
                 return None
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)  # type: ignore[no-any-return]
+
+    def leave(self) -> NoReturn:
+        """End this process, as the search has; where that died, its folder goes, too."""
+        poll = select.poll()
+        poll.register(
+            self.connection, 0
+        )  # a search that stops its supervisor waits for that with half of the socket open
+        if poll.poll(0):
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)  # a thread that the user's module started would keep the interpreter alive
 
 
 def _import(source: dict[str, Any], greeting: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -219,6 +234,9 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
         for rank, pid in [*running.items()]:
             if pid in ready:
                 statuses[rank] = _end(running.pop(rank))
+    if len(pids) > 1 and ended_by in ("timeout", "cancel") and _ask(request["channel"]):
+        until = time.monotonic() + _LAST_WORDS_S
+        ended_by = "closed" if _wait([*running.values()], until, inbox)[0] == "closed" else ended_by
     killed = [*running]
     for pid in running.values():
         _kill(pid)
@@ -226,7 +244,7 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
         statuses[rank] = _end(pid)
     _reap_descendants()
     if ended_by == "closed":
-        os._exit(0)
+        inbox.leave()
     codes = [
         -signal.SIGKILL if (status := statuses[rank]) is None else os.waitstatus_to_exitcode(status)
         for rank in range(len(pids))
@@ -246,6 +264,9 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
 def _ranks(request: dict[str, Any]) -> list[dict[str, Any]]:
     """The request of each rank; rank 0 alone tells of its progress, the others write what they find into files of their own."""
     channel = request["channel"]
+    if request["num_ranks"] > 1:
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(question_file(channel), 0o600)
     for rank in range(1, request["num_ranks"]):
         with open(rank_file(channel, rank), "wb"):
             pass
@@ -253,6 +274,14 @@ def _ranks(request: dict[str, Any]) -> list[dict[str, Any]]:
         request | {"rank": rank, "channel": rank_file(channel, rank) if rank else channel}
         for rank in range(request["num_ranks"])
     ]
+
+
+def _ask(channel: str) -> bool:
+    """Ask the ranks where they are, by opening what they wait for. Whether any of them listens."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(question_file(channel), os.O_WRONLY | os.O_NONBLOCK))
+        return True
+    return False
 
 
 def _end(pid: int) -> int | None:

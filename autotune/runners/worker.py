@@ -11,7 +11,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +31,11 @@ from autotune.records.config import ProbeSettings, World
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import COMPARING, COMPILING, Kind, Outcome, Progress
 from autotune.runners.failure import failure, outcome_of_failure
-from autotune.runners.ranks import group_file
+from autotune.runners.ranks import group_file, question_file
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
+from autotune.task.usercode import innermost_place
 from autotune.techniques import find_techniques
 
 if TYPE_CHECKING:
@@ -44,6 +47,7 @@ MAX_CAUSE = 900  # characters of a cause with the sample that is named in it
 COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 HANGING_TIMES = 20  # the time that a comparison has: it gives up by itself after ten, between two passes
+STILL_S = 0.2  # in which a rank that trains begins another collective
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be sent
 
 
@@ -83,7 +87,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     The exit status is 0 unless the job failed: then no other one of the request is run.
     """
     channel = Channel(request["channel"])
-    _take_rank(request)
+    _take_rank(request, channel)
     reserve = bytearray(_RESERVE_BYTES)
 
     def report(news: Progress | dict[str, Any]) -> None:
@@ -115,7 +119,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     os._exit(int("outcome" in message and message["outcome"]["kind"] != Kind.OK))
 
 
-def _take_rank(request: dict[str, Any]) -> None:
+def _take_rank(request: dict[str, Any], channel: Channel) -> None:
     """Give a job of several processes its rank's own arguments, and this process its share of the host's processors."""
     size, rank, arguments = request["num_ranks"], request["rank"], request["arguments"]
     if size == 1:
@@ -124,8 +128,22 @@ def _take_rank(request: dict[str, Any]) -> None:
 
     arguments["settings"]["world"]["rank"] = rank
     arguments["device"] = arguments["device"].split(",")[rank]
-    arguments["group"] = group_file(request["channel"].removesuffix(f".{rank}"))
+    path = request["channel"].removesuffix(f".{rank}")
+    arguments["group"] = group_file(path)
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    threading.Thread(target=_answer, args=(question_file(path), channel), daemon=True).start()
+
+
+def _answer(question: str, channel: Channel) -> None:
+    """Tell where this rank is, once it is asked: a rank that hangs is told from those that wait for it (`ranks.waited_for`)."""
+    from autotune.group import num_collectives
+
+    with open(question, "rb"):  # opens when the supervisor opens it, too
+        begun = num_collectives()
+    time.sleep(STILL_S)
+    is_still = num_collectives() == begun
+    stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    channel.send({"collectives": begun, "is_still": is_still, "at": innermost_place(stack)})
 
 
 def enter(request: dict[str, Any]) -> None:

@@ -132,7 +132,12 @@ def user_place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         line = f": `{error.text.strip()[:120]}`" if error.text else ""
         return f" ({os.path.basename(error.filename)}, line {error.lineno}{line})"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return innermost_place(traceback.extract_tb(error.__traceback__))
+
+
+def innermost_place(stack: traceback.StackSummary) -> str:
+    """` (model.py, line 12)`: the user's own innermost line of a stack; empty where there is none."""
+    frames = [frame for frame in stack if is_user_file(frame.filename)]
     return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
 

@@ -216,7 +216,8 @@ class Search:
             self._fault([flight], ProbeFault(f"{outcome.cause}; {GOES_ON}"))
             return None
         if flight.hopeless is not None and outcome.kind is Kind.TIMEOUT:
-            outcome = replace(outcome, cause=flight.hopeless[0], bound=flight.hopeless[1])
+            cause = "; ".join(filter(None, (flight.hopeless[0], outcome.waited_for)))
+            outcome = replace(outcome, cause=cause, bound=flight.hopeless[1])
         self.budget.add_run(outcome, self._num_slots)
         if flight.disturbed is not None:
             self._usual |= {*flight.disturbed.disturbances} & {*outcome.disturbances}

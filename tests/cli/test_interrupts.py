@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+import psutil
 import pytest
 
 import autotune
@@ -32,6 +34,34 @@ HANGING = pathlib.Path(__file__).with_name("hanging")
 
 def training_step(model, batch):
     if len(batch[0]) > 4:
+        HANGING.touch()
+        time.sleep(3600)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+RANK_HANGS = """
+import pathlib, time
+import torch
+from torch import distributed, nn
+
+GLOBAL_BATCH = 16
+BASELINE = {"batch_size": 8}
+HANGING = pathlib.Path(__file__).with_name("hanging")
+steps = 0
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def make_batch(n):
+    return torch.randn(n, 64), torch.randint(10, (n,))
+
+
+def training_step(model, batch):
+    global steps
+    steps += 1
+    if steps == 4 and distributed.is_initialized() and distributed.get_rank() == 1:
         HANGING.touch()
         time.sleep(3600)
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
@@ -110,6 +140,37 @@ def test_the_second_interrupt_kills_the_running_probe_and_still_gives_the_best_s
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 130
     assert json.loads(out)["config"]["batch_size"] <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_search_of_several_processes_ends_with_all_of_them(tmp_path: Path, times: int) -> None:
+    (tmp_path / "net.py").write_text(RANK_HANGS)
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "autotune", "search", "net.py", "--devices", "cpu:2", "--budget", "60s"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    searching = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "hanging").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    running = psutil.Process(searching.pid).children(recursive=True)
+    for _ in range(times):
+        began_s = time.monotonic()
+        searching.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    told = searching.communicate(timeout=60)[1]
+    _, alive = psutil.wait_procs(running, timeout=5)
+    left = [str(process) for process in alive] + [path.name for path in (tmp_path / "tmp").glob("autotune-*")]
+    print(f"| Ctrl-C {times} x | {told.strip().splitlines()[-1]} | {time.monotonic() - began_s:.1f} s | {left} |")
+    assert len(running) >= 3
+    assert not left
+    assert searching.returncode == 130
+    line = RANK_HANGS.splitlines().index("        time.sleep(3600)") + 1
+    assert (
+        times == 2 or f"; the others waited for rank 1 (net.py, line {line})" in told
+    )  # the probe was given up meanwhile
 
 
 def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_alive(tmp_path: Path) -> None:

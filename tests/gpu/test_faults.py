@@ -20,12 +20,13 @@ from tests.driver.run import open_books, variables
 from tests.short_play_off import AUTOTUNE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
+GLOBAL_BATCH = 32
 MODEL = """
 import torch
 from torch import nn
 
 GLOBAL_BATCH = 32
-BASELINE = {"batch_size": 32}
+BASELINE = {}
 
 
 def build_model():
@@ -43,6 +44,7 @@ def training_step(model, batch):
 
 TOO_HOT = 0x40  # of NVML's reasons for a low clock
 NOT_LOADED = 9  # NVML_ERROR_DRIVER_NOT_LOADED
+GROUPS = {"copies_up_to": 65536, "nccl_mib": 100}
 SECOND = "GPU-91a7edca-4d00-4000-8000-000000000001"
 
 
@@ -59,6 +61,7 @@ class Fault:
     Attributes:
         settings: of the driver, for each process's whole life.
         cards: how many of the card, and `environment` what else their users set.
+        devices: the option's value, where several of them train one model.
         stage: changes the played cards before the search begins; `later` once its first probe has begun.
         budget: of the search, which ends before it is spent where all goes well.
         kinds: of outcomes that may be in the study then; None says nothing of them.
@@ -67,6 +70,7 @@ class Fault:
 
     card: Card = A100
     cards: int = 1
+    devices: str = "1"
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     stage: Callable[[Played], None] | None = None
@@ -158,6 +162,25 @@ FAULTS = {
     "the second of two cards by its UUID, the first full": Fault(
         cards=2, stage=fill_the_first, environment={"CUDA_VISIBLE_DEVICES": SECOND}, says="--device cuda"
     ),
+    "the second of two cards that train together falls off the bus": Fault(
+        slow=True,
+        cards=2,
+        devices="2",
+        settings=GROUPS,
+        later=lambda played: played.take_off_bus(1),
+        exit_code=2,
+        says="the study keeps what was measured, and the same command goes on with it",
+    ),
+    "a neighbour that takes the second of two cards that train together": Fault(
+        slow=True,
+        cards=2,
+        devices="2",
+        settings=GROUPS,
+        later=lambda played: played.set_neighbour(A100.total_bytes - 100 * MIB, 1),
+        kinds=frozenset({"oom", "ok"}),
+        exit_code=1,
+        says="other processes took the memory that was free when the search began",
+    ),
     "a number that no card has": Fault(
         environment={"CUDA_VISIBLE_DEVICES": "3"}, exit_code=2, says="CUDA_VISIBLE_DEVICES='3' hides every GPU"
     ),
@@ -169,14 +192,27 @@ FAULTS = {
 )
 def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    (tmp_path / "net.py").write_text(MODEL)
+    each = GLOBAL_BATCH // int(fault.devices)
+    (tmp_path / "net.py").write_text(MODEL.replace("BASELINE = {}", f'BASELINE = {{"batch_size": {each}}}'))
     environment = variables(tmp_path / "books", fault.card, fault.cards, **fault.settings) | fault.environment
     played = open_books(environment)
     if fault.stage is not None:
         fault.stage(played)
     log = tmp_path / "log"
     with log.open("w") as written:
-        command = [*AUTOTUNE, "search", "net.py", "--device", "cuda", "--budget", fault.budget, "--trials", "2"]
+        command = [
+            *AUTOTUNE,
+            "search",
+            "net.py",
+            "--device",
+            "cuda",
+            "--devices",
+            fault.devices,
+            "--budget",
+            fault.budget,
+            "--trials",
+            "2",
+        ]
         search = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=written, stderr=subprocess.STDOUT)
         if fault.later is not None:
             _when(lambda: "baseline" in log.read_text() or "searching" in log.read_text(), search)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from autotune.units import MIB
 from tests.driver.cards import A100
 from tests.driver.played import Played
 from tests.driver.run import open_books, variables
-from tests.gpu.test_faults import MODEL
+from tests.gpu.test_faults import GROUPS, MODEL
 from tests.short_play_off import AUTOTUNE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
@@ -23,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.played]
 def probe(folder: Path, books: Path, config: dict[str, Any], **neighbours: int) -> tuple[dict[str, Any], Played]:
     """The outcome of a probe of two cards, and the cards afterwards."""
     (folder / "net.py").write_text(MODEL)
-    environment = variables(books, A100, 2, copies_up_to=65536, nccl_mib=100)
+    environment = variables(books, A100, 2, **GROUPS)
     played = open_books(environment)
     for number in neighbours.values():
         played.set_neighbour(number, 1)
@@ -74,3 +77,133 @@ def test_the_rank_that_runs_out_of_memory_is_named(tmp_path: Path) -> None:
     outcome, _ = probe(tmp_path, tmp_path / "books", {"batch_size": 16}, second=full)
     assert outcome["kind"] == "oom", outcome
     assert outcome["cause"].startswith("rank 1: ")
+
+
+TRAINING_STEP = """
+import os, pathlib, signal, time
+
+steps = 0
+
+
+def training_step(model, batch):
+    global steps
+    steps += 1
+    if steps == 4 and torch.distributed.get_rank() == 1:
+        pathlib.Path("began").write_text(str(time.monotonic()))
+        FAULT
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+TIMEOUT_S = 12.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What befalls rank 1 in a step: in its own code, or on its card; and what becomes of the probe."""
+
+    code: str
+    befall: Callable[[Played], None] = lambda played: None
+    known_after_s: float = 0.0
+    kind: str
+    cause: str
+
+
+FAULTS = {
+    "killed": Fault(
+        code="os.kill(os.getpid(), signal.SIGKILL)",
+        kind="crashed",
+        cause="rank 1: died of SIGKILL (Killed), during warmup",
+    ),
+    "hangs": Fault(
+        code="time.sleep(1000)",
+        known_after_s=TIMEOUT_S,
+        kind="timeout",
+        cause="killed after 12 s, during warmup; the others waited for rank 1 (net.py, line ",
+    ),
+    "its card vanishes": Fault(
+        code="time.sleep(0.5)",
+        befall=lambda played: played.take_off_bus(1),
+        kind="error",
+        cause="rank 1: AcceleratorError: CUDA error: unknown error",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_happens_to_one_card_ends_all_and_leaves_nothing_on_any(tmp_path: Path, name: str) -> None:
+    fault = FAULTS[name]
+    (tmp_path / "net.py").write_text(
+        MODEL.partition("def training_step")[0] + TRAINING_STEP.replace("FAULT", fault.code)
+    )
+    environment = variables(tmp_path / "books", A100, 2, **GROUPS)
+    played = open_books(environment)
+    config = json.dumps({"batch_size": 16, "parallel": "ddp"})
+    options = ["--devices", "2", "--config", config, "--timeout", f"{TIMEOUT_S}s", "--json"]
+    began = tmp_path / "began"
+    with subprocess.Popen(
+        [*AUTOTUNE, "probe", "net.py", *options], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    ) as probing:
+        while not began.exists() and probing.poll() is None:
+            time.sleep(0.02)
+        fault.befall(played)
+        outcome = json.loads(probing.communicate()[0])
+    seconds = time.monotonic() - float(began.read_text()) - fault.known_after_s
+    left = [played.processes(device) for device in range(2)]
+    print(f"| {name} | {outcome['kind']} | {outcome['cause']} | {seconds:.1f} s | {left} |")  # shown by `pytest -rP`
+    assert outcome["kind"] == fault.kind, outcome
+    assert outcome["cause"].startswith(fault.cause)
+    assert left == [{}, {}]
+
+
+TRAIN = """
+import sys, torch
+from torch import distributed, nn
+from autotune.session import prepare
+from autotune.task import Task
+
+rank = int(sys.argv[1])
+distributed.init_process_group("nccl", store=distributed.FileStore("store", 2), rank=rank, world_size=2)
+
+
+def training_step(model, batch):
+    if losses and rank == 1:
+        torch.empty(2**40, device="cuda")
+    return model(batch).square().mean()
+
+
+def build_model():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)])
+
+
+losses = []
+task = Task(build_model=build_model, make_batch=lambda n: torch.randn(n, 8), training_step=training_step, global_batch=8)
+session = prepare(task, {"batch_size": 4, "parallel": "fsdp"}, device=f"cuda:{rank}")
+try:
+    while True:
+        losses.append(float(session.step(torch.randn(4, 8))))
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_runs_out_of_memory_on_one_card_raises_for_all_although_its_process_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    environment = variables(tmp_path / "books", A100, 2, **GROUPS)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", str(rank)],
+            env=environment,
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    first, second = [next(rank.stdout, "") for rank in ranks if rank.stdout is not None]
+    for rank in ranks:
+        rank.communicate(timeout=60)  # with the end of what they read
+    assert first.startswith(
+        "PeerError rank 1 ran out of memory (an allocation of 4.00 TiB failed), and no other process"
+    )
+    assert second.startswith("OutOfMemoryError")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +20,13 @@ from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import CheckJob, ProbeJob
 from autotune.runners.local import LocalRunner
+from autotune.runners.runner import ProbeFault
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from tests.room import limit_bytes
 
 MODEL = """
-import os, signal, time
+import ctypes, os, pathlib, signal, time
 import torch
 from torch import distributed, nn
 
@@ -45,6 +49,7 @@ def training_step(model, batch):
     if len(batch[0]) == 11 and distributed.get_rank() == 1:
         time.sleep(0.05)
     if steps == 4 and distributed.is_initialized() and distributed.get_rank() == 1:
+        pathlib.Path(__file__).with_name("began").write_text(str(time.monotonic()))
         match len(batch[0]):
             case 3:
                 torch.empty(2**44)
@@ -58,16 +63,29 @@ def training_step(model, batch):
                 time.sleep(1000)
             case 10:
                 os._exit(0)
+            case 11:
+                ctypes.PyDLL(None).sleep(1000)  # no other thread of Python runs meanwhile
     return loss
 """
+CONTROLLER = """
+import pathlib, sys
+from tests.runners.test_ranks import ProbeJob, SETTINGS, complete, open_runner
+
+with open_runner(pathlib.Path(sys.argv[1]), "others") as runner:
+    runner.run(ProbeJob(config=complete(9), settings=SETTINGS.replace(world=runner.world, timeout_s=60)))
+"""
+ROOT = str(Path(__file__).parent.parent.parent)
+HANGING = MODEL.splitlines().index("                time.sleep(1000)") + 1
 FAULTS = {  # samples of a rank -> what becomes of the probe
-    "out of memory": (3, Kind.OOM, "rank 1: "),
+    "out of memory": (3, Kind.OOM, "rank 1: an allocation of 64.0 TiB failed"),
     "killed": (5, Kind.CRASHED, "rank 1: died of SIGKILL"),
     "an error": (6, Kind.ERROR, "rank 1: ValueError: no such word"),
-    "not finite": (7, Kind.NONFINITE, ""),
-    "hangs": (9, Kind.TIMEOUT, "killed after"),
-    "ends": (10, Kind.CRASHED, "rank 1"),
+    "not finite": (7, Kind.NONFINITE, "the loss of rank 1 was nan by optimizer step 3"),
+    "hangs": (9, Kind.TIMEOUT, f"; the others waited for rank 1 (net.py, line {HANGING})"),
+    "hangs and lets no other thread run": (11, Kind.TIMEOUT, "; the others waited for rank 1, which gives no answer"),
+    "ends": (10, Kind.CRASHED, "rank 1: exited with status 0"),
 }
+TIMEOUT_S = 2.0  # of a probe that hangs
 SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.3, max_warmup_s=0.3, timeout_s=20)
 techniques = find_techniques()
 
@@ -98,6 +116,20 @@ def ranks() -> list[psutil.Process]:
     return [grandchild for child in psutil.Process().children() for grandchild in child.children()]
 
 
+def traces() -> set[str]:
+    """What is left outside of processes: shared memory, and ports of this process's descendants."""
+    found = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("played.")}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found |= {f"port {one.laddr.port}" for one in process.net_connections("inet") if one.status == "LISTEN"}
+    return found
+
+
+def row(name: str, outcome: str, sentence: str, seconds: float, left: list[str]) -> str:
+    """A line of the table of faults."""
+    return f"| {name} | {outcome} | {sentence} | {seconds:.1f} s | {', '.join(left) or 'nothing'} |"
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
@@ -125,13 +157,20 @@ def test_what_ranks_wait_for_the_slowest_is_a_phase(runner: LocalRunner) -> None
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_happens_to_one_rank_ends_all_and_is_told_with_its_number(runner: LocalRunner, name: str) -> None:
+def test_what_happens_to_one_rank_ends_all_and_is_told_with_its_number(
+    runner: LocalRunner, folder: Path, name: str
+) -> None:
     batch_size, kind, cause = FAULTS[name]
-    timeout_s = 5 if name == "hangs" else 40
-    outcome = runner.probe(complete(batch_size), SETTINGS.replace(world=runner.world, timeout_s=timeout_s))
+    settings = SETTINGS.replace(world=runner.world, timeout_s=TIMEOUT_S if kind is Kind.TIMEOUT else 40)
+    before, began_s = traces(), time.monotonic()
+    outcome = runner.probe(complete(batch_size), settings)
+    known_s = began_s + TIMEOUT_S if kind is Kind.TIMEOUT else float((folder / "began").read_text())
+    left = [*traces() - before, *(str(rank) for rank in ranks())]
+    print(row(name, outcome.kind, outcome.cause, time.monotonic() - known_s, left))  # shown by `pytest -rP`
     assert outcome.kind is kind, outcome
     assert cause in outcome.cause
     assert outcome.wall_s < 30  # a minute is what the others would wait
+    assert not left
 
 
 def test_one_process_is_probed_by_the_same_runner(runner: LocalRunner) -> None:
@@ -149,15 +188,46 @@ def test_ranks_are_compared_with_one_process(runner: LocalRunner, parallel: str)
     assert "steps differ by" in check.reason
 
 
-def test_a_supervisor_that_dies_takes_its_ranks_with_it(folder: Path) -> None:
-    before = {process.pid for process in psutil.Process().children()}
-    with open_runner(folder, "others") as running:
-        running.submit(ProbeJob(config=complete(9), settings=SETTINGS.replace(world=running.world, timeout_s=60)))
-        (supervisor,) = [process for process in psutil.Process().children() if process.pid not in before]
-        deadline = time.monotonic() + 30
-        while len(begun := supervisor.children()) < 2:
-            assert time.monotonic() < deadline, "the ranks did not begin"
-            time.sleep(0.05)
-        os.kill(supervisor.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(begun, timeout=5)
-        assert not alive
+def wait_for(begun: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not begun.exists():
+        assert time.monotonic() < deadline, "the ranks did not begin"
+        time.sleep(0.05)
+
+
+def seconds_until_gone(killed: int, running: list[psutil.Process]) -> float:
+    assert len(running) == 2
+    began_s = time.monotonic()
+    os.kill(killed, signal.SIGKILL)
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in running):
+        assert time.monotonic() < began_s + 5, "they run on"
+        time.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+def test_a_controller_that_dies_takes_its_ranks_with_it_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    began = folder / "began"
+    began.unlink(missing_ok=True)
+    controller = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(folder)], env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": ROOT}
+    )
+    wait_for(began)
+    (supervisor,) = psutil.Process(controller.pid).children()
+    gone_s = seconds_until_gone(controller.pid, supervisor.children())
+    controller.wait()
+    _, alive = psutil.wait_procs([supervisor], timeout=5)
+    left = [str(process) for process in alive] + [path.name for path in tmp_path.glob("autotune-*")]
+    print(row("controller killed", "", "", gone_s, left))
+    assert not left
+
+
+def test_a_supervisor_that_dies_takes_its_ranks_with_it(runner: LocalRunner, folder: Path) -> None:
+    began = folder / "began"
+    began.unlink(missing_ok=True)
+    runner.submit(ProbeJob(config=complete(9), settings=SETTINGS.replace(world=runner.world, timeout_s=60)))
+    wait_for(began)
+    (supervisor,) = psutil.Process().children()
+    gone_s = seconds_until_gone(supervisor.pid, supervisor.children())
+    with pytest.raises(ProbeFault, match=r"the process that starts probes failed: died of SIGKILL") as raised:
+        runner.collect()
+    print(row("supervisor killed", "", str(raised.value), gone_s, []))
