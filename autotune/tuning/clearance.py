@@ -1,8 +1,8 @@
 """Which configs may be recommended: those that were compared with plain fp32 on the user's own model, and passed.
 
-What the user runs today is the measure, and is not compared. Loss and gradients of everything else are: its exact changes
-together, held to the bound of exact techniques, and all of its changes. A config that failed, whose comparison did not finish,
-or of which the comparison tells nothing takes no part in the play-off and is no answer.
+The baseline is what the user runs today, and is not compared. Of every other config, loss and gradients are compared: first with
+its exact changes alone, held to the bound of exact techniques, then with all its changes. A config that does not pass, or whose
+comparison does not finish or tells nothing, takes no part in the play-off and is no answer.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Clearance:
         return all(changes in self._found and self._found[changes].clears for changes in self._parts(config))
 
     def of_answer(self, config: Config) -> Finding | None:
-        """What was found of all changes of a config together; None where it makes none to compare, or none was."""
+        """What was found of all changes of a config together; None where it has none to compare, or they were not compared."""
         return self._found.get(self._compared(config))
 
     def _parts(self, config: Config) -> Iterator[Changes]:

@@ -34,8 +34,8 @@ from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend
 from autotune.tuning.state import Search
 from autotune.units import format_seconds
 
-SHARE = 0.4  # of the time left, for a play-off after which what was not tried yet may be
-MIN_SHARE_S = 1.0  # of the time, below which a ranking is not begun
+SHARE = 0.4  # of the time left: for a play-off that is held while there still is something to try
+MIN_SHARE_S = 1.0  # a ranking that would have less time is not begun
 
 
 def search(
@@ -79,7 +79,7 @@ def answer(search: Search) -> Result:
     except AutotuneError as error:
         search.store.keep(no_answer=str(error))
         raise
-    except KeyboardInterrupt:  # the second one: the running probe is killed
+    except KeyboardInterrupt:  # a second Ctrl-C: the running probe is killed
         killed = True
         result = recommend(search, clearance, None)
     if result is not None:
@@ -163,7 +163,7 @@ def _explore(search: Search, proposer: Proposer, *, untried: bool) -> None:
 def _check(search: Search, clearance: Clearance, proposer: Proposer) -> Proposer:
     """Bar what does not train as plain fp32 does, and explore again without it. Returns the proposer to go on with."""
     while clearance.bar_failing_finalists():
-        proposer = search.proposer()  # what it knows to be settled no longer is
+        proposer = search.proposer()  # a new one: what the last one took for settled no longer is
         explore(search, proposer)
         undo_changes(search)
     return proposer
@@ -225,7 +225,7 @@ def add_rankings(search: Search) -> Result:
                 break
             left_s = search.options.budget_s - search.budget.elapsed_s
             rankings.append(_rank_beside(search, {**own, **choice}, left_s / (len(search.others) - number)))
-    except KeyboardInterrupt:  # the second one; what is measured so far is kept
+    except KeyboardInterrupt:  # a second Ctrl-C; what is measured so far is kept
         pass
     if result is None:
         found = [f"{_in_words(r.choice)} reaches {r.samples_per_s:.3g} samples/s" for r in rankings if r.samples_per_s]
