@@ -1,6 +1,6 @@
 """The default sampler: the cost model, and tests of single techniques wherever it would have to take something on trust.
 
-Techniques may need or hinder each other: so it also tries what was the best at another batch size at the best's own.
+Techniques may need or hinder each other, so what won at another batch size is also tried at the best config's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autotune.records.study import Proposal
 from autotune.study.history import History
 from autotune.techniques import Techniques
 
-BETTER = 1.05  # than any other at that batch size: single probes differ by some per cent
+BETTER = 1.05  # times the merit of any other at that batch size: single probes differ by some per cent
 
 
 class CarryOver:

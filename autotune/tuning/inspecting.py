@@ -181,7 +181,7 @@ def prediction_failed(outcome: Outcome, timeout_s: float | None = None) -> Autot
     """
     if outcome.kind is Kind.TIMEOUT and timeout_s is not None:
         return TaskError(
-            f"the model was not built, and no technique tried on it, within {format_seconds(timeout_s)}; give it more time with "
+            f"building the model and trying the techniques took more than {format_seconds(timeout_s)}; give it more time with "
             "--timeout"
         )
     if outcome.kind is Kind.OOM:
