@@ -409,7 +409,7 @@ def _space_of(
 
 
 def _has_words(techniques: Techniques, name: str, frameworks: Sequence[str]) -> bool:
-    """Whether one of some frameworks has words for a technique or a key of the batch plan, or nothing needs words."""
+    """Whether one of some frameworks has words for a technique or a key of the batch plan; True where none is given."""
     words = BATCH[name] if name in BATCH else techniques[name].frameworks
     return not frameworks or any(framework in words for framework in frameworks)
 

@@ -211,7 +211,7 @@ class _Comparison:
         return self._find_cause(found, halves)
 
     def _draw_again(self, first: Coupling, halves: Halves) -> Coupling:
-        """What other random numbers show, where a step draws any: a term of some steps alone, partners that were hardly mixed."""
+        """What other random numbers show, where a step draws any: a term that only some steps have, partners hardly mixed."""
         if first.verdict is not Verdict.SEPARABLE or not self._gradients.random.has_moved():
             return first
         num_draws, self._num_draws = self._num_draws, MORE_DRAWS
@@ -278,7 +278,7 @@ class _Comparison:
         weights = found.weights()
         with self._gradients.other_parameters(0):
             other = self._gradients.compare(halves).weights()
-        if weights is None or other is None or math.dist(weights, other) > FIT_ERROR:  # numbers of terms do not change
+        if weights is None or other is None or math.dist(weights, other) > FIT_ERROR:  # numbers of terms would be the same
             return _coupled(Cause.SAMPLES, num_samples, error)
         if abs(sum(weights) - 1) > FIT_ERROR:
             return _coupled(Cause.SCALE, num_samples, error, times=f"{sum(weights):.3g}")

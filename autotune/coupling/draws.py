@@ -44,7 +44,7 @@ class RandomDraws(TorchDispatchMode):
     """Notes whether random numbers are drawn in a way that `dropout_off` does not reach.
 
     Attributes:
-        seen: whether that happened while this was entered.
+        seen: whether there was such a draw while this mode was on.
     """
 
     def __init__(self) -> None:

@@ -132,7 +132,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def equal_conditions(self, whole: Any) -> Iterator[None]:
-        """Around the passes that are compared: nothing is random, or depends on how many samples are normalised together."""
+        """Around the passes that are compared: no dropout, and nothing that depends on how many samples are normalised together."""
         outside = Buffers(self._model)
         outside.note()
         try:

@@ -32,7 +32,7 @@ UNSAFE = 1e3  # puts unsafe configs below all others, where nothing is known tha
 MAX_ENUMERATED = 3000  # a space of at most so many configs is looked at whole
 NUM_STARTS = 3  # of the climbs through a larger space
 UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
-RUNS_AFTER_FAILURE = 0.2  # chance that a config runs all the same which bears the whole blame for one failure
+RUNS_AFTER_FAILURE = 0.2  # chance to run that is left to a config which bears the whole blame for one failure
 PROVEN = 3.0  # times the blame: for a choice that failed where everything else was seen to run
 TRIFLE = 0.005  # of a step's time: whatever acts on no more than that cannot gain much
 

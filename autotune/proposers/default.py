@@ -17,7 +17,7 @@ BETTER = 1.05  # times the merit of any other at that batch size: single probes 
 
 
 class CarryOver:
-    """A combination that won at its batch size, with a choice that the best lacks, at the best's batch size."""
+    """Takes a combination that won at another batch size, and has a choice that the best lacks, to the best's batch size."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model

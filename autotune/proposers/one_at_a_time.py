@@ -76,7 +76,7 @@ class TakeApart:
 
 
 class TryAlone:
-    """The best with each choice of which no probe shows what it does by itself: what is expected of it may be wrong."""
+    """The best with each choice whose effect by itself no probe has shown: what is expected of it may be wrong."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model

@@ -25,7 +25,7 @@ from autotune.task.task import Task
 from autotune.task.usercode import describe, element_type, shape
 from autotune.units import plural
 
-MAX_SAMPLING_S = 1.0  # of lengths
+MAX_SAMPLING_S = 1.0  # for the lengths of samples
 NUM_SAMPLED = 2048
 MIN_SAMPLES = 64  # fewer do not show how unequal the others are
 NUM_QUANTILES = 256

@@ -22,7 +22,7 @@ from autotune.units import format_seconds, plural
 
 MIN_TIMEOUT_S = 20.0
 CHECK_SHARE = 0.1  # of the budget: kept for the answer's check before any check was made
-OVERRUN = 1.05  # times the budget that a search may take
+OVERRUN = 1.05  # times the budget: the most that a search may take
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 FIRST_TIMEOUT_SHARE = 0.4  # of the budget: for a probe before anything is known
 UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
@@ -34,13 +34,13 @@ RECENT = 8  # probes that tell how long the next one takes
 MOST_FINALISTS = 3
 WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
 FEWEST_ROUNDS = 2  # without a second round there is no interval between processes
-LEAST_ROUND = 3  # processes: of the baseline, of the best so far and of who comes in
+LEAST_ROUND = 3  # processes of a round: the baseline, the best so far and a newcomer
 MAX_SHARE = 0.4  # of the time that exploring and play-off share: kept at most for the rounds of the play-off
 
-FIRST_STEP_S = 2.0  # what a first step may take beyond the others, at the least
+FIRST_STEP_S = 2.0  # a first step may take longer than others by this much, or more
 PATIENCE = 2.0  # times as long as the best config takes for as many samples
 LENIENCE = 6.0  # the same for what may enter the front, for the baseline, and for a config that has run before
-COMPILING_PATIENCE = 3.0  # the same for what is compiled before the first step, compared with what is expected
+COMPILING_PATIENCE = 3.0  # times the seconds that compiling before the first step is expected to take
 LOST_SHARE = 0.1  # of the budget: for time-outs; every probe gets time for its first steps, so long steps exceed it
 FEWEST_LOST_S = 2.0  # a probe's steps still get this long when time-outs have used up that share
 
@@ -246,7 +246,7 @@ class Patience:
         return self._begun_s(progress) + factor * done * self.step_s + min(self.most_s, factor * self.step_s)
 
     def bound(self, progress: Progress, elapsed_s: float) -> Bound | None:
-        """What is known of a config whose probe ends here, if the unfinished micro step ended now. None while it was compiled."""
+        """What is known of a config whose probe ends here, taking the unfinished micro step to end now. None while it compiles."""
         if progress.stage == COMPILING:
             return None
         num_micro = progress.num_micro_steps + (1 if progress.num_micro_steps else self.num_first)
@@ -296,9 +296,7 @@ def patience_for(
         found = compared.measurement
         step_s = samples / found.samples_per_s + found.phases_s.get("optimizer", 0.0)
         factor = LENIENCE if proposal.stage == PLAY_OFF else PATIENCE
-    larger = [
-        max(1.0, config.batch_size / known.batch_size) for known, _, _ in ran
-    ]  # making its samples takes longer, too
+    larger = [max(1.0, config.batch_size / known.batch_size) for known, _, _ in ran]  # more samples take longer to make
     set_up_s = max(
         (grown * (o.running_s - o.spent_training_s) for grown, (_, _, o) in zip(larger, ran, strict=True)),
         default=budget.spent_s.get("inspection", 0.0),

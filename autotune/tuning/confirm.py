@@ -27,7 +27,7 @@ SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by 
 SAFE = 0.9  # of the usable memory: a substitute for a config that failed must not fail too
 NEAR_BEST = 0.93  # single processes differ by this much on a busy machine: a config this near the best may be the best
 AS_GOOD = 0.98  # of the best's merit: one process of each cannot tell such configs apart
-MAY_WIN_Z = 1.2816  # a config so many standard deviations below the leader is better by a chance of 10 %, worth a place
+MAY_WIN_Z = 1.2816  # a config so many standard deviations below the leader has a chance of 10 % to win: worth a place
 BETTER = math.log(1.01)
 
 

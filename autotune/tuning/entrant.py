@@ -22,7 +22,7 @@ class Entrant:
     Attributes:
         searched: what the search found of it, if that counts.
         wall_s: how long a process of it takes.
-        outcomes: by round.
+        outcomes: of its processes in the play-off, by round.
         failed: why it is out for good: it did not run through within the memory. Empty where it did.
         lost_to: the entrant that is so much better that this one is out, as long as that one runs through.
         probe: its process in the search.

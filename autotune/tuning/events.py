@@ -123,7 +123,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchEnded:
-    """The search has its answer, be it that an interrupt left it unconfirmed."""
+    """The search has its answer, even if an interrupt left it unconfirmed."""
 
     result: Result
 

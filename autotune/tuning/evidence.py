@@ -102,7 +102,7 @@ class Evidence:
 
     @cached_property
     def levels(self) -> dict[Key, float]:
-        """The logarithm of each config, the mood of the machine in each round taken out."""
+        """The level of each config: its mean logarithm, with the mood of the machine in each round taken out."""
         return dict(zip(self._logs, self._played(self.std).levels.tolist(), strict=True))
 
     @cached_property
@@ -124,8 +124,8 @@ class Evidence:
     def difference(self, a: Key, b: Key) -> Distribution:
         """What is known of log `a` - log `b`.
 
-        The search's figures count as well. Where a config plays because its figure was high, that counts with the likelihood
-        of a figure above the bar, so that luck is not taken for speed (Zöllner and Pritchard, Overcoming the winner's curse,
+        The search's figures count as well. A figure for whose height a config was chosen to play counts with the likelihood of a
+        figure above the bar, so that luck is not taken for speed (Zöllner and Pritchard, Overcoming the winner's curse,
         American Journal of Human Genetics 80, 2007). For a config that has not played, the search's figure is all there is.
         """
         if not {a, b} <= self._logs.keys():
@@ -202,7 +202,7 @@ class _Fit:
 
     Attributes:
         covariance: of the levels, in units of the variance between equal processes that nothing disturbed.
-        squares: what is left over, with its degrees of freedom `df`.
+        squares: the sum of squares that is left over, with its degrees of freedom `df`.
     """
 
     levels: Array

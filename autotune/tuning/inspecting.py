@@ -103,7 +103,7 @@ def count_train_samples(options: SearchOptions, inspection: Inspection) -> float
     """How many samples the training is to take; None where the user does not say.
 
     Raises:
-        ConfigError: the user says so in two ways, or by a dataset that there is not.
+        ConfigError: the user says so in two ways, or in epochs of a dataset whose length is not known.
     """
     if options.train_epochs is None:
         batch_size, accumulation_steps = (int(inspection.baseline[name]) for name in BATCH_KEYS)
@@ -120,7 +120,7 @@ def count_train_samples(options: SearchOptions, inspection: Inspection) -> float
 def drop_slow_setups(
     inspection: Inspection, budget_s: float, train_samples: float | None, included: Collection[str]
 ) -> Inspection:
-    """The inspection in which choices that compile are searched unasked, where the budget pays for the time before the first step.
+    """The inspection, in which a choice that compiles is searched unasked if the budget pays for its time before the first step.
 
     Args:
         budget_s: seconds that the search has.
@@ -174,7 +174,7 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
 
 
 def prediction_failed(outcome: Outcome, timeout_s: float | None = None) -> AutotuneError:
-    """The error for a task that could not be inspected without training it. What memory it took was the host's.
+    """The error for a task that could not be inspected without training it. If memory ran out, it was the host's.
 
     Args:
         timeout_s: what `--timeout` gave.

@@ -278,7 +278,7 @@ def _open_over(
     longest_step_s = STEP_SHARE * budget.budget_s
     history = History(space, objective, store.trials(), budget.timeout_s, longest_step_s, budget.setup_left_s)
     listener.on(SearchStarted.of(kept.place, inspection, history, budget.budget_s))
-    # why batches stay as they are is not told where the user has other ones tried all the same
+    # where the user has other batches tried all the same, it is not told why batches should stay as they are
     allowed = {inspection.support_of(name).reason for name in BATCH_KEYS if name in options.include}
     warnings = [text for text in inspection.facts.warnings if text not in allowed]
     if not is_beside:

@@ -26,7 +26,7 @@ MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
 WIDE = 0.05  # width of the gain's interval, as a share of the gain, up to which more rounds tell nothing new
 SLOWER = math.log(0.99)  # an answer must not be slower than the baseline by more than this
-RISK = 0.05  # chance that an answer is so all the same, which is accepted
+RISK = 0.05  # the chance that is accepted for it to be so all the same
 CONFIDENCE = 0.95
 LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLOSE`, below which an entrant is out
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
@@ -293,7 +293,7 @@ class PlayOff:
                     entrant.lost_to = other
 
     def _drop_too_slow(self) -> None:
-        """Drop those below the speed that has to be kept: by rounds with the baseline, as the machine may be slower by now."""
+        """Drop those below the speed that has to be kept, compared within rounds: the machine may have become slower."""
         if not (kept := self.objective.kept_speed) or (rival := self._rival) is None:
             return
         speeds = self.evidence(samples_per_s)

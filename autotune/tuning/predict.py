@@ -107,7 +107,7 @@ class Question:
     Args:
         estimate: the peak of a config; None where nothing is known.
         outside_bytes: what a process holds on the device before the model is built.
-        limit_bytes: what the upper bound of a peak may be, and `usable_bytes` what the peak itself may be.
+        limit_bytes, usable_bytes: the most that the upper bound of a peak, and the peak itself, may be.
         dataset_size: samples in the training set, which bounds the batch; None without one.
     """
 

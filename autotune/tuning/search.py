@@ -93,8 +93,8 @@ def answer(search: Search) -> Result:
 def find(search: Search, clearance: Clearance) -> Standing | None:
     """Measure the baseline; then explore, check and play off in turns, while there is time and something to learn.
 
-    Another turn follows where all of the best fail in the play-off, where exploring was ended for lack of time that the
-    play-off did not need, and, over what was not tried, where nothing beats the baseline.
+    Another turn follows where all of the best fail in the play-off; where exploring was ended to leave time that the play-off
+    then did not need; and, for what was not tried yet, where nothing beats the baseline.
 
     Returns:
         How the last play-off ended; None if no config ran within the limits, or no round of it was completed, because of an
@@ -250,7 +250,7 @@ def _in_words(choice: Mapping[str, Choice]) -> str:
 
 
 def _rank_beside(search: Search, choice: Mapping[str, Choice], share_s: float) -> Ranking:
-    """The ranking of another choice. Whatever goes wrong with it is its own."""
+    """The ranking of another choice. What goes wrong in it ends this ranking alone."""
     changed = {name: value for name, value in choice.items() if value != search.history.space.baseline[name]}
     study = search.store.place.training(changed, search.history.space.techniques).study
     none = Ranking(choice=dict(choice), study=study)

@@ -258,7 +258,7 @@ class Search:
             # killed for want of time, not of patience: that tells nothing of the config
             self.store.fail(flight.number, "cut short by the end of the search")
             return None
-        if (found := outcome.measurement) is not None:  # what others compiled was in the cache
+        if (found := outcome.measurement) is not None:  # an earlier config may have filled the cache
             cold_s = max(found.compile_cold_s, self.history.compile_cold_s(proposal.config))
             outcome = replace(outcome, measurement=replace(found, compile_cold_s=cold_s))
         objective = self.history.objective.in_play_off() if in_play_off else self.history.objective

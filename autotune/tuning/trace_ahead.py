@@ -44,7 +44,7 @@ class Tracing:
         self.traces = Traces(target=target)
         self.wall_s = 0.0
         self.max_s = max_s
-        self.fault = ""  # that ended tracing beside the probes
+        self.fault = ""  # what ended tracing beside the probes
         self._runner = runner
         self.beside = beside
         self._resources = contextlib.ExitStack()
@@ -52,7 +52,7 @@ class Tracing:
         self._configs = configs
         self._target = target
         self._cache = cache
-        self._kept: Traces | None = None  # by an earlier search
+        self._kept: Traces | None = None  # those of an earlier search
         self._to_confirm = False
         self._begun = False
         self._is_complete = False
