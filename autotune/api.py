@@ -137,7 +137,7 @@ def search_on_each(
             raise
         except NothingFeasible as error:  # what fits on no single device may fit on several
             failed[size] = str(error)
-        began_s = None  # the others begin when the one before has ended
+        began_s = None  # only the first began when the user did: each other one begins when the one before has ended
     if not found:
         raise NothingFeasible("; ".join(f"{size} of them: {why}" for size, why in failed.items()))
     return Scaling.of(found, failed)
@@ -193,7 +193,7 @@ def probe(
         task: as in `search`.
         config: a config dict; what it does not name is off.
         logs: folder for what the user's code prints.
-        on_warning: is told what the user should know about how the task was read.
+        on_warning: called with what the user should know about how the task was read.
         **options
 
     Raises:
@@ -212,7 +212,7 @@ def verify(
     on_warning: Callable[[str], None] = lambda warning: None,
     **options: Any,
 ) -> Outcome:
-    """A long run of one config with real data: `probe` for exactly `steps` optimizer steps.
+    """Run one config with real data for exactly `steps` optimizer steps, else as `probe` does.
 
     Args:
         task, config, logs, on_warning: as in `probe`.
@@ -243,7 +243,8 @@ def _run_one(
         logs=place.with_suffix(".logs"),
         compiled=place.with_suffix(".compiled"),
     )
-    free_bytes = local.slots()[0].device.free_bytes  # before a supervisor holds what each probe's limit counts, too
+    # read before a supervisor holds memory: each probe's limit counts that memory, too
+    free_bytes = local.slots()[0].device.free_bytes
     with local as runner:
         settings = ProbeSettings(
             memory_limit_bytes=options.memory_limit_bytes or free_bytes,
@@ -258,7 +259,7 @@ def _run_one(
             trained=runner.techniques.trained(complete),
             world=runner.world,
         )
-        with contextlib.suppress(JobFailed):  # why, the probe will tell better
+        with contextlib.suppress(JobFailed):  # the probe will say better why it failed
             inspection = runner.run(job)
             _require_support(complete, inspection, runner.techniques)
             for warning in inspection.facts.warnings:
@@ -284,7 +285,7 @@ def sweep(
 
     Args:
         task: as in `search`.
-        on_row: is told of each new row.
+        on_row: called with each new row.
         **options
 
     Raises:
@@ -312,12 +313,12 @@ def predict(
         task: as in `search`.
         config: predict this config alone; what it does not name is off.
         logs: folder for what the user's code prints, and for traces, which are kept for the next time.
-        on_first: is told once, where all combinations are asked for, what is known when plain training was traced.
+        on_first: called once, as soon as plain training is traced, with what is known by then; not where `config` is given.
         **options
 
     Raises:
-        AutotuneError: as `search` does; a `TaskError` where the model cannot be traced, with the reason, where the time was up
-            before, or where the host's memory ran out.
+        AutotuneError: as `search` does; a `TaskError` where the model cannot be traced (it says why), where time was up before
+            anything was traced, or where the host's memory ran out.
     """
     started = time.monotonic()
     asked, info = _of_a_target(PredictOptions, options, config)
@@ -419,7 +420,7 @@ def explain(
 def _of_a_target(
     kind: type[Asked], options: Mapping[str, Any], config: Mapping[str, Choice] | None
 ) -> tuple[Asked, DeviceInfo]:
-    """The options of a prediction or an explanation, and the device that it is for. Refuses a typo in `config`, too."""
+    """The options of a prediction or an explanation, and the device that it is for. A typo in `config` is refused, too."""
     gpu, device = options.get("gpu"), str(options.get("device", "auto"))
     if gpu is None:
         info = open_device(device).info()
@@ -436,7 +437,7 @@ def _of_a_target(
             num_multiprocessors=card.num_multiprocessors,
         )
     asked = kind.of(options, total_bytes=lambda device: info.total_bytes)
-    find_techniques().complete(config or {})  # before anything takes seconds
+    find_techniques().complete(config or {})  # refuses a typo before anything takes seconds
     return asked, info
 
 

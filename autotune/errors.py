@@ -1,4 +1,4 @@
-"""The errors that a user can act on, and what any error says in a line.
+"""The errors that a user can act on, and any error in one line.
 
 Each message names the value, what was expected and the next step.
 """
@@ -68,7 +68,7 @@ class StudyError(AutotuneError):
 
 
 class OwnFault(AutotuneError):
-    """A fault of autotune itself that every probe meets; `frames` hold its traceback."""
+    """A fault of autotune itself; `frames` hold its traceback."""
 
     frames_of = "autotune itself"
 

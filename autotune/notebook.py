@@ -6,7 +6,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Tell IPython, where one is running, how each is shown. Nothing is imported before one of them is."""
+    """Tell IPython, where one is running, how each of these is shown. Their modules are imported only when one is shown."""
     from IPython import get_ipython
 
     shell = get_ipython()

@@ -17,16 +17,16 @@ T = TypeVar("T")
 def find_plugins(
     package: str, base: type[T], group: str, required: tuple[str, ...], taken: Mapping[str, str] | None = None
 ) -> dict[str, T]:
-    """An instance of every subclass of `base`, by its `name`: the package's own, a file each, then those of others.
+    """An instance of every subclass of `base`, by its `name`: first those in the files of a room, then those of others.
 
     Args:
-        package: whose files are looked through; what a file imports is not its own.
-        group: of entry points, `name = "module:Class"`.
+        package: the room whose files are looked through; a class that a file only imports does not count.
+        group: the group of entry points, each `name = "module:Class"`.
         required: attributes that a subclass of another distribution must have.
         taken: names that are not free -> whose they are.
 
     Raises:
-        ConfigError: another distribution's cannot be loaded, or has a name that is taken.
+        ConfigError: a class of another distribution cannot be loaded, or has a name that is taken.
     """
     owners = dict(taken or {})
     instances: dict[str, T] = {}
@@ -47,7 +47,7 @@ def _own(package: str, base: type[T]) -> Iterator[tuple[T, str, str]]:
         module = importlib.import_module(file.name)
         for value in vars(module).values():
             own = isinstance(value, type) and issubclass(value, base) and value.__module__ == file.name
-            if own and hasattr(value, "name"):  # else it is what several have in common
+            if own and hasattr(value, "name"):  # a class without a name is only a base of several
                 yield value(), OWN, "remove its file"
 
 

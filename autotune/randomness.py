@@ -22,17 +22,17 @@ class RandomState:
         self._python = random.getstate()
         self._numpy: Any = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
         self._cpu = torch.get_rng_state()
-        self._own: Any = None if device.type == "cpu" else getattr(torch, device.type)  # its part of torch
+        self._own: Any = None if device.type == "cpu" else getattr(torch, device.type)  # e.g. `torch.cuda`
         self._own_state: Any = self._own and self._own.get_rng_state(device)
 
     def has_moved(self) -> bool:
-        """Whether any of the generators has drawn since."""
+        """Whether any of the generators has drawn since this state was taken."""
         if not torch.equal(self._cpu, torch.get_rng_state()) or self.has_moved_beside_torch():
             return True
         return self._own is not None and not torch.equal(self._own_state, self._own.get_rng_state(self._device))
 
     def has_moved_beside_torch(self) -> bool:
-        """Whether Python's or numpy's generator has drawn since."""
+        """Whether Python's or numpy's generator has drawn since this state was taken."""
         if self._python != random.getstate():
             return True
         if self._numpy is None:
@@ -41,7 +41,7 @@ class RandomState:
         return bool(now[2:] != self._numpy[2:] or (now[1] != self._numpy[1]).any())
 
     def restore(self) -> None:
-        """Let the generators draw again what they have drawn since."""
+        """Put the generators back into this state, so that they draw the same numbers again."""
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
@@ -52,7 +52,7 @@ class RandomState:
 
 @contextmanager
 def keep_randomness(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the random states at the end: those of a device, or by default of the GPU that this process uses, if it does."""
+    """Restore the random states at the end; those of a GPU too, if it is `device` or, by default, if this process uses one."""
     state = RandomState(device or torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
     try:
         yield

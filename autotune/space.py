@@ -31,7 +31,7 @@ from autotune.units import plural
 
 # techniques or `accumulation_steps`, each with the choice that replaces the baseline's
 Changes = frozenset[tuple[str, Choice]]
-CUT = (ACCUMULATION, 2)  # among changes: more micro steps than the baseline takes, however many
+CUT = (ACCUMULATION, 2)  # as a change it stands for more micro steps than the baseline takes, however many
 
 
 class SpaceExhausted(Exception):
@@ -50,13 +50,13 @@ class Space:
             since its distributions must not change from one search to the next.
         baseline: always part of the space.
         accumulations: the accumulation steps that may be used.
-        fixed: what the user fixed. The baseline need not keep to it: then it is measured, and is no answer.
+        fixed: what the user fixed. A baseline that does not keep to it is measured all the same, but is no answer.
         untraceable: technique and choice -> why its memory is learned from probes alone.
-        always: technique and choice that act in every config, also where the technique knows them as redundant.
+        always: technique and choice that act in every config, even where the technique calls them redundant.
         stays_whole: the baseline's micro batch is not cut to make it fit.
-        expected_setup_s: technique and choice -> seconds before the first step that it is expected to take here, where
-            that is better known than the technique knows by itself.
-        barred: sets of changes from the baseline, as `changes` has them. A config with all changes of one of them is not probed
+        expected_setup_s: technique and choice -> seconds that it is expected to take before the first step here, where the
+            inspection knows that better than the technique.
+        barred: sets of changes from the baseline, as `changes` has them. A config with all changes of such a set is not probed
             and is no answer.
         world: the processes that train each config together; the global batch is that of all of them.
     """
@@ -189,7 +189,7 @@ class Space:
 
     @property
     def in_reach(self) -> dict[str, tuple[Choice, ...]]:
-        """The choices that some config may have: of the batch sizes those that the accumulation allows."""
+        """The choices that some config may have; of the batch sizes only those that the accumulation allows."""
         found = dict(self.choices)
         if self.global_batch is not None:
             found[BATCH_SIZE] = tuple(
@@ -206,7 +206,7 @@ class Space:
         return replace(self, choices={**self.choices, name: kept})
 
     def said_in(self, frameworks: Sequence[str], optimizer: str) -> Space:
-        """The space of those choices that the arguments of one of some frameworks can say, and of the baseline's.
+        """The space of the baseline's choices and of those that the arguments of at least one of the frameworks can say.
 
         Args:
             optimizer: class of the task's optimizer, as in `TaskFacts`.
@@ -225,8 +225,8 @@ class Space:
     def with_smaller_baseline(self) -> Space | None:
         """The space with the baseline's batch halved, or at the next divisor of the global batch below that.
 
-        The smaller size is one more of those that are searched. Where none was searched beside the baseline's, it stands in for
-        that, unless the user fixed it. None if the batch is one sample already, or must not be cut.
+        The smaller size joins the sizes that are searched. Where the baseline's was the only one, the smaller one takes its place,
+        unless the user fixed the size. None if the batch is one sample already, or must not be cut.
         """
         if self.baseline.batch_size == 1 or self.stays_whole:
             return None
@@ -238,7 +238,7 @@ class Space:
         def with_half(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
             sizes = choices.get(BATCH_SIZE, ())
             stays = sizes == (self.baseline.batch_size,) and BATCH_SIZE not in self.fixed
-            if stays:  # with the baseline
+            if stays:  # the only size stays that of the baseline
                 return {**choices, BATCH_SIZE: (half,)}
             return {**choices, BATCH_SIZE: tuple(sorted({half, *sizes}))} if len(sizes) > 1 else dict(choices)
 
@@ -290,7 +290,7 @@ def require_possible(
     exclude: Iterable[str],
     frameworks: Iterable[str] = (),
 ) -> dict[str, Choice]:
-    """What is fixed, if it and the other names are possible for any task. This takes no inspection of one.
+    """What is fixed, if it and the other names are possible for some task. This needs no inspection.
 
     Raises:
         ConfigError: an unknown framework, technique or choice, or contradicting options.
@@ -316,7 +316,7 @@ def build_space(
     """Build the space of a task from the supported choices and from what the user fixed, included and excluded.
 
     Args:
-        frameworks: keep to what their arguments can say; empty for everything.
+        frameworks: the space keeps to what the arguments of these can say; empty for everything.
 
     Returns:
         The space, and notes for the user about what was left out.
@@ -348,7 +348,7 @@ def build_space(
             optional_here += [name] if len(searched) == 1 or techniques.is_ordered(name) else others
         elif name in include and len(searched) == 1 and support.reason:
             notes.append(f"{name} has nothing to search here: {support.reason}")
-        if name in trained:  # one in each space: what else may be trained is ranked beside it
+        if name in trained:  # each space trains one thing: what else may be trained is ranked beside it
             searched = (baseline[name],)
         choices[name] = searched
         if len(everything) > 1 and len(searched) > 1:
@@ -409,7 +409,7 @@ def _space_of(
 
 
 def _has_words(techniques: Techniques, name: str, frameworks: Sequence[str]) -> bool:
-    """Whether one of some frameworks has words for a technique or a key of the batch plan, or nothing needs words."""
+    """Whether one of some frameworks has words for a technique or a key of the batch plan; True where none is given."""
     words = BATCH[name] if name in BATCH else techniques[name].frameworks
     return not frameworks or any(framework in words for framework in frameworks)
 
@@ -422,7 +422,7 @@ def trained_beside(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> list[dict[str, Choice]]:
-    """What else may be trained than the inspection's baseline trains: one choice changed at a time, each a space of its own."""
+    """What may be trained instead of what the baseline trains: one choice changed at a time, each for a space of its own."""
     found = []
     own = techniques.trained(inspection.baseline)
     for name in own:

@@ -143,7 +143,7 @@ def test_a_step_that_trains_nothing_is_refused(task):
     "unused", [{"training_step": lambda model, batch: None}, {"loss_weight": len}, {"max_grad_norm": 1.0}]
 )
 def test_what_it_would_leave_unused_is_refused(task, unused):
-    with pytest.raises(TaskError, match=f"train_step.*{next(iter(unused))}, which it leaves unused"):
+    with pytest.raises(TaskError, match=f"train_step.*so {next(iter(unused))} would not be used"):
         dataclasses.replace(task, **unused)
 
 

@@ -1,6 +1,6 @@
 """The files that a command reads and writes: the project's, configs, and outputs, which never replace a file that is read.
 
-The options that a command runs with are its flags, else what a study was asked, else `[tool.autotune]` of the project.
+The options that a command runs with are its flags, else those that the study was made with, else the project's `[tool.autotune]`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from autotune.records.options import (
 
 FILE = "pyproject.toml"
 _EXAMPLE = '{"batch_size": 16}'
-_INSTEAD = ((GPU, DEVICE), (TRAIN_STEPS, TRAIN_EPOCHS))  # one of the two is given
+_INSTEAD = ((GPU, DEVICE), (TRAIN_STEPS, TRAIN_EPOCHS))  # of each pair a command takes one
 
 
 def read_options(
     options: argparse.Namespace, of: type[RunOptions], of_study: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The options that were given: by flags, else as a study was asked, else by the project's file."""
+    """The options that were given: by flags, else those that the study was made with, else those of the project's file."""
     project = read_project(Path.cwd())
     possible = _possible(project.options, options)
     told_by_study = {} if of_study is None else table(RunOptions)
@@ -90,7 +90,7 @@ def read_project(folder: Path) -> Project:
     """The options in the `pyproject.toml` of a folder or, where it has none, of the nearest folder above it that has one.
 
     A key is a flag without its dashes, and a value what the flag or the Python API takes. Each command takes the options
-    that it has. An option that a command must be given is not among them.
+    that it has. Options that a command requires cannot be given there.
 
     Raises:
         ConfigError: the file cannot be read, or gives an unknown option or a value that is not possible.
@@ -130,7 +130,7 @@ def _known() -> dict[str, Option]:
 
 
 def read_config(text: str) -> dict[str, Any]:
-    """A config dict from JSON text or a file; a search's whole JSON document counts, too.
+    """A config dict from JSON text or a file; the whole JSON document of a search will do, too.
 
     Raises:
         ConfigError: neither JSON nor a readable file with a JSON object.
@@ -159,7 +159,7 @@ def read_config(text: str) -> dict[str, Any]:
 
 
 def require_writable(path: Path, flag: str) -> None:
-    """Raise ConfigError where an output cannot be written: before a search rather than after it."""
+    """Raise ConfigError where an output cannot be written: better before a search than after it."""
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ConfigError(
             f"{flag} {path} cannot be written; expected a file in a folder that exists and may be written to"

@@ -38,9 +38,9 @@ CONFIG = "a config dict, or the JSON of a search"
 RUN, OUTPUT = "what to run", "output"  # groups in `--help`, beside those of the table
 SHELLS = ("bash", "zsh", "fish")
 PORT = whole(0, "a port from 0 to 65535", 65535)
-# a value, which its option refuses, and no flag: -5s, -5%, -1GiB
+# -5s, -5%, -1GiB are taken for values, which their options refuse in their own words, and not for flags
 _NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)\b)", re.IGNORECASE)
-MAX_REGRESSION = 0.05  # how much slower than it was an answer may be that `verify --against` runs
+MAX_REGRESSION = 0.05  # how much slower than in its study an answer may be for `verify --against`
 STUDY = "a database file, its name without studies/ and .db, or a storage URL"
 
 
@@ -88,7 +88,7 @@ def _not_one_task(options: argparse.Namespace) -> str:
     if options.script is not None and (options.model or options.replay):
         return f"--command and {options.model or options.replay} are two things to search; leave one out"
     if options.script is None and scripts:
-        return f"--{min(scripts)} is of a training script; give its command line by --command"
+        return f"--{min(scripts)} is an option for training scripts; give the script's command line by --command"
     if options.script is None and options.model is None:
         return 'expected MODEL, a model file, or --command "python train.py --batch {batch_size}"'
     return ""
@@ -326,12 +326,12 @@ def _add_table(parser: Parser, options: type[RunOptions]) -> None:
 
 
 def _complete(action: argparse.Action, words: Callable[[], Iterable[str]]) -> None:
-    """Let a shell complete the option's value by these words, which are asked for then only."""
+    """Let a shell complete the option's value by these words, which are computed only then."""
     action.completer = lambda **context: words()  # type: ignore[attr-defined]  # argcomplete's protocol
 
 
 def _check_with(option: Option) -> Callable[[str], str]:
-    """An argparse type that refuses what the option's kind cannot read, in its words, and leaves the text as it is."""
+    """An argparse type that refuses what the option's kind cannot read, in the kind's words, and leaves the text as it is."""
     read = _reader(option.kind)
 
     def check(text: str) -> str:
@@ -351,7 +351,7 @@ def _add_study(parser: Parser) -> None:
 
 
 def _reader(kind: Kind) -> Callable[[str], Any]:
-    """An argparse type: what the kind reads, and its words where it cannot."""
+    """An argparse type that reads as the kind does, and refuses in the kind's words."""
 
     def read(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""The buffers of a model and its frozen parameters, noted before forward passes and put back as they were; batch statistics held still."""
+"""Notes a model's buffers and frozen parameters before forward passes and puts them back; holds batch statistics still."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class Buffers:
     """The buffers of a model, and its frozen parameters: a forward pass may move a target network towards the one that is trained.
 
-    Where more is frozen than trained, as below an adapter, that is a base that nothing moves, and is left out.
+    Where more is frozen than trained, as below an adapter, the frozen part is a base that nothing moves, and is left out.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -60,9 +60,9 @@ class Buffers:
 class _Buffer:
     """A buffer, and the value that it had before a step, where forward passes change it.
 
-    Whether they do, the first step tells by comparing values: some code changes them behind torch's back (`buffer.data`).
-    Later, a buffer that was constant until then is known to have changed by its version. Of a sparse or nested one, nothing
-    but its version is looked at.
+    At the first step values are compared to find out whether they do, as some code changes a buffer behind torch's back
+    (`buffer.data`). Later, a buffer that was constant until then is known to have changed by its version. Of a sparse or nested
+    buffer only the version is looked at.
     """
 
     def __init__(self, path: str, holder: MutableMapping[str, Any], name: str) -> None:
@@ -99,11 +99,11 @@ class _Buffer:
         self._holder[self._name] = self._before
 
     def has_changed(self) -> bool:
-        """Whether another tensor stands in its place, or torch saw it change."""
+        """Whether another tensor stands in the buffer's place, or torch saw it change."""
         return self._holder.get(self._name) is not self._before or version_of(self._before) != self._version
 
     def has_another_value(self) -> bool:
-        """As `has_changed`, but for one that was changed and put back, where its value is known."""
+        """As `has_changed`; but where the value is known, a buffer that was changed and put back does not count."""
         if self._holder.get(self._name) is self._before and self._copy is not None:
             return self._differs()
         return self.has_changed()
@@ -116,15 +116,15 @@ class _Buffer:
 
 
 def version_of(tensor: torch.Tensor | None) -> int | None:
-    """Grows with each change in place. Tensors made in inference mode have none."""
+    """The tensor's version, which grows with each change in place; None for tensors made in inference mode."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def hold_still(model: torch.nn.Module, run: Callable[[], object]) -> Iterator[None]:
-    """Let each batch normalisation take the statistics that it saw last in `run`, a forward pass, for those of every batch.
+    """Let each batch normalisation use, for every batch, the statistics that it saw last in `run`, a forward pass.
 
-    What it normalises over is a matter of its own: micro batches of such a model learn otherwise, whatever the loss is.
+    What it normalises over is a question apart: micro batches of such a model learn something else, whatever the loss is.
     """
     modules = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.training]
     if not modules:

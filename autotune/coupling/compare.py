@@ -1,10 +1,10 @@
 """Compares the gradient of a batch with that of the same samples in micro batches: does the loss couple samples?
 
 A mean loss gives both the same gradient but for rounding: each sample adds its own term, with its own noise. A contrastive
-loss, a covariance, a hardest pair of the batch does not, nor does a sum, nor a mean over other terms than are counted.
+loss, a covariance, a hardest pair of the batch does not, nor does a sum, nor a mean over something other than what is counted.
 
-Rounding is told from coupling by moving all parameters a little at random: where rounding made the difference it is
-another one then, while the difference that coupling makes hardly changes.
+Rounding is told from coupling by moving all parameters a little at random: a difference that rounding made is then another
+one, while a difference that coupling made hardly changes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from autotune.task import Task
 from autotune.task.batches import CannotCutError
 from autotune.units import plural
 
-FIRST = 6  # samples: its halves are of an odd number, and of more than one
+FIRST = 6  # samples in the first batch: its halves have an odd number of samples, and more than one
 FEWEST = 2
 GROWTH = 4
 NOISELESS_ERROR = 1e-6  # relative, of a gradient: what is below is rounding
-PERMUTED_ERROR = 1e-3  # where something is drawn among the samples, so that no two runs can be alike
-DRIFT_ERROR = 1e-3  # by a state that each forward pass moves on a little, as spectral normalisation does
-MOST_TIMES = 10  # the time after which no larger batch is begun: what all of it may take
+PERMUTED_ERROR = 1e-3  # the same where something is drawn among the samples, so that no two runs can be alike
+DRIFT_ERROR = 1e-3  # the same for a state that each forward pass moves on a little, as spectral normalisation does
+MOST_TIMES = 10  # times the seconds after which no larger batch is begun: what all comparing may take
 NUM_MOVES = 2
 DRAWS, MORE_DRAWS = 8, 2  # other random numbers that are tried with the first batch, and with each larger one
 
@@ -54,8 +54,8 @@ def find_coupling(
 ) -> Coupling:
     """Whether micro batches of up to `most` samples give the gradient of the whole batch. Model and random states stay as they are.
 
-    It begins with few samples, and takes more while there is time and memory, since what couples them may show in large
-    batches alone: the hardest pair, two samples of one class. Dropout is the identity, and batch normalisation holds still.
+    It begins with few samples, and takes more while there is time and memory, since what couples them may show only in large
+    batches: the hardest pair, two samples of one class. Dropout is the identity, and batch normalisation holds still.
 
     Args:
         model: on the device, in training mode, without gradients.
@@ -117,10 +117,10 @@ class _OutOfMemoryError(Exception):
 
 
 class _Comparison:
-    """Says whether batches of some samples may be cut, and why not, with one model. What it does not find out is `UNKNOWN`.
+    """Finds out, with one model, whether batches of a number of samples may be cut, and why not; `UNKNOWN` where it cannot.
 
     Args:
-        seconds: after which nothing more is tried than is begun; all of it may take ten times as long.
+        seconds: after which nothing more is begun; everything together may take ten times as long.
     """
 
     def __init__(self, task: Task, model: torch.nn.Module, device: Device, samples: Samples, seconds: float) -> None:
@@ -139,8 +139,8 @@ class _Comparison:
 
         Raises:
             CannotCutError: the same samples cannot be had in parts.
-            OutOfTimeError: it takes too long.
-            _OutOfMemoryError: they do not fit.
+            OutOfTimeError: the comparison takes too long.
+            _OutOfMemoryError: the samples do not fit.
         """
 
         def by_gradients() -> Coupling:
@@ -171,7 +171,7 @@ class _Comparison:
         return self._guard(by_losses, num_samples)
 
     def _guard(self, look: Callable[[], Coupling], num_samples: int) -> Coupling:
-        """What `look` finds. What the user's code raises is why it shows nothing."""
+        """What `look` finds; `UNKNOWN`, with the reason, where the user's code raises."""
         named = plural(num_samples, "sample")
         with keep_randomness(self._device.torch_device):
             try:
@@ -211,7 +211,7 @@ class _Comparison:
         return self._find_cause(found, halves)
 
     def _draw_again(self, first: Coupling, halves: Halves) -> Coupling:
-        """What other random numbers show, where a step draws any: a term of some steps alone, partners that were hardly mixed."""
+        """What other random numbers show, where a step draws any: a term that only some steps have, partners hardly mixed."""
         if first.verdict is not Verdict.SEPARABLE or not self._gradients.random.has_moved():
             return first
         num_draws, self._num_draws = self._num_draws, MORE_DRAWS
@@ -228,7 +228,7 @@ class _Comparison:
         return first
 
     def _of_unequal_samples(self, found: Coupling, num_samples: int) -> Coupling:
-        """The same verdict, with their unequal sizes as its cause where as many samples of one size do not show it."""
+        """The verdict found. Its cause is that samples are of unequal size, where as many of one size show no coupling."""
         if found.cause is not Cause.SAMPLES or found.gradient_error is None:
             return found
         alike = self._samples.of_one_shape(num_samples)
@@ -244,7 +244,7 @@ class _Comparison:
         return _coupled(cause, num_samples, found.gradient_error)
 
     def _is_rounding(self, found: Compared, halves: Halves) -> bool:
-        """Whether the difference is another one with parameters that are moved a little, or with other random numbers."""
+        """Whether the difference changes when parameters are moved a little, or with other random numbers."""
         if found.draws.among_samples:
             return found.error <= PERMUTED_ERROR
         if found.error <= NOISELESS_ERROR:
@@ -278,7 +278,7 @@ class _Comparison:
         weights = found.weights()
         with self._gradients.other_parameters(0):
             other = self._gradients.compare(halves).weights()
-        if weights is None or other is None or math.dist(weights, other) > FIT_ERROR:  # numbers of terms do not change
+        if weights is None or other is None or math.dist(weights, other) > FIT_ERROR:  # numbers of terms would be the same
             return _coupled(Cause.SAMPLES, num_samples, error)
         if abs(sum(weights) - 1) > FIT_ERROR:
             return _coupled(Cause.SCALE, num_samples, error, times=f"{sum(weights):.3g}")
@@ -295,9 +295,7 @@ _LEARN_THE_SAME = "micro batches learn the same; {include} allows them as they a
 _ONE_MEAN = "a loss that divides all its terms by what loss_weight counts, or by the number of samples"
 _MASK = "a model that leaves padding out (a mask, pack_padded_sequence)"
 _OTHERS = "{include} allows other micro batches, which learn something else"
-_Reason = tuple[
-    str, str
-]  # what was found, and what would allow micro batches, in which `{include}` stands for the option
+_Reason = tuple[str, str]  # what was found, and what would allow micro batches, with the placeholder `{include}`
 _REASONS: Mapping[Cause, _Reason] = {
     Cause.SAMPLES: ("the loss couples the samples of a batch ({seen}, with equal noise and without dropout)", _OTHERS),
     Cause.PARTNERS: ("the loss draws at random among the samples of a batch ({seen})", _OTHERS),
@@ -316,7 +314,8 @@ _REASONS: Mapping[Cause, _Reason] = {
         _OTHERS,
     ),
     Cause.WEIGHTS: (
-        "the loss is a mean over other terms than are counted (the halves of {named} weigh {listed} in it, and {counted})",
+        "the loss is a mean over something other than what is counted (the halves of {named} weigh {listed} in it, and "
+        "{counted})",
         f"a loss_weight(batch) that returns the number of terms in the mean makes {_LEARN_THE_SAME}",
     ),
     Cause.SCALE: (
@@ -324,16 +323,16 @@ _REASONS: Mapping[Cause, _Reason] = {
         f"a training_step that returns the mean makes {_LEARN_THE_SAME}",
     ),
 }
-# samples are padded to the longest of their batch, and too few are of one length to leave that out
+# where samples are padded to the longest of their batch, and too few have one length to compare without padding
 _OR_PADDING: _Reason = (
     "the loss couples the samples of a batch, or padding reaches it ({seen}, with equal noise and without dropout)",
-    f"{_MASK} shows which of both it is; {_OTHERS}",
+    f"{_MASK} shows which of the two it is; {_OTHERS}",
 )
 
 
 def _coupled(cause: Cause, num_samples: int, error: float, reason: _Reason | None = None, **details: str) -> Coupling:
     named, small = plural(num_samples, "sample"), plural(-(-num_samples // 2), "sample")
-    differs = f"differs by {100 * error:.2g} % from" if math.isfinite(error) else "is finite, and not"
+    differs = f"differs by {100 * error:.2g} % from" if math.isfinite(error) else "is finite, unlike"
     seen = f"the gradient of {named} {differs} that of the same samples in micro batches of {small}"
     why, remedy = reason or _REASONS[cause]
     return Coupling(

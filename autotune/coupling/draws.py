@@ -44,7 +44,7 @@ class RandomDraws(TorchDispatchMode):
     """Notes whether random numbers are drawn in a way that `dropout_off` does not reach.
 
     Attributes:
-        seen: whether that happened while this was entered.
+        seen: whether there was such a draw while this mode was on.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ def dropout_off(model: torch.nn.Module) -> Iterator[None]:
 
     Masks drawn by `bernoulli` (stochastic depth) become their mean, which the usual division by the probability turns
     into one. Noise that is drawn in the shape of a tensor (diffusion models, variational ones) is the same whatever that
-    tensor's layout and dtype: they decide in which order and how finely generators draw. Random numbers drawn in other ways
-    stay as they are. This holds in the backward pass too, where checkpointing recomputes.
+    tensor's layout and dtype, which otherwise decide in which order and how finely generators draw. Random numbers drawn in
+    other ways stay as they are. All this holds in the backward pass too, where checkpointing recomputes.
     """
     recurrent = [(module, module.dropout) for module in model.modules() if isinstance(module, torch.nn.RNNBase)]
     for module, _ in recurrent:
@@ -79,7 +79,7 @@ def dropout_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _DropoutOff(TorchFunctionMode):
-    is_drawing = False  # what stays the same
+    is_drawing = False  # inside `_drawn`, whose numbers are the same in each run
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -129,7 +129,7 @@ def _backward(
 
 
 def _drawn(func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What `func` draws in the shape of its first argument, as plain fp32 training has that."""
+    """What `func` draws in the shape of its first argument, with the dtype and layout of plain fp32 training."""
     like = args[0]
     dtype = torch.float32 if like.is_floating_point() else like.dtype
     _DropoutOff.is_drawing = True
@@ -150,8 +150,8 @@ class SameDraws(TorchDispatchMode):
     """Notes what a whole batch draws, and lets each of its micro batches draw the rows of its samples.
 
     Args:
-        blocked: where a draw has several rows for each sample, they lie one whole batch after the other (views that were
-            concatenated), and not side by side.
+        blocked: where a draw has several rows for each sample, these are not side by side, but one whole batch after the other
+            (views that were concatenated).
 
     Attributes:
         among_samples: something was drawn among the samples of the batch: a permutation of them, say, or partners.
@@ -163,9 +163,7 @@ class SameDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._blocked = blocked
         self._drawn: list[_Drawn] = []
-        self._part: tuple[int, int, int] | None = (
-            None  # first sample, the one behind the last, samples of the whole batch
-        )
+        self._part: tuple[int, int, int] | None = None  # first sample, one behind the last, samples of the whole batch
         self._position = 0
         self.among_samples = self.unlike = self.several_rows = False
 
@@ -179,7 +177,7 @@ class SameDraws(TorchDispatchMode):
 
     @contextmanager
     def part(self, start: int, stop: int, num_samples: int) -> Iterator[None]:
-        """Around those of the samples from `start` to `stop` of `num_samples`."""
+        """Around the passes of the samples from `start` up to `stop` (without it) of `num_samples`."""
         self._part, self._position = (start, stop, num_samples), 0
         with self:
             yield

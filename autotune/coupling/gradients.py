@@ -25,9 +25,9 @@ from autotune.units import format_seconds
 
 LOSS_ERROR = 1e-4  # relative, of a loss: what is below is rounding
 FIT_ERROR = 1e-5  # relative, of the gradient put together from its parts with other weights
-ALIKE = 0.5  # cosine between the differences of two runs, from which they have one cause
+ALIKE = 0.5  # two runs whose differences have at least this cosine have one cause
 MOVED = 2.0**-8  # relative: as far as the shortest type rounds
-NUM_ELEMENTS = 2**14  # of each parameter's gradient, of which larger ones are sampled
+NUM_ELEMENTS = 2**14  # so many elements of each parameter's gradient are compared, drawn where there are more
 
 
 class OutOfTimeError(Exception):
@@ -47,7 +47,7 @@ class Gradient:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of it is."""
+        """Whether the loss and all of the gradient are."""
         return math.isfinite(self.loss) and bool(self.values.isfinite().all())
 
 
@@ -68,7 +68,7 @@ class Compared:
 
     @property
     def scale(self) -> float:
-        """The size of the gradients, also where those of the parts cancel each other."""
+        """The size of the gradients: not small where those of the parts are large and cancel each other."""
         parts = sum(float(share * part.values.norm()) for share, part in zip(self.shares, self.parts, strict=True))
         return max(float(self.whole.values.norm()), parts)
 
@@ -79,11 +79,11 @@ class Compared:
 
     @property
     def loss_difference(self) -> float:
-        """That of the losses."""
+        """The loss of the whole less the mean of those of its parts."""
         return self.whole.loss - sum(share * part.loss for share, part in zip(self.shares, self.parts, strict=True))
 
     def weights(self) -> tuple[float, ...] | None:
-        """The weights with which the parts' gradients make up that of the whole, where some do."""
+        """The weights with which the parts' gradients add up to that of the whole; None where no weights do."""
         parts = torch.stack([part.values for part in self.parts], dim=1)
         found = torch.linalg.lstsq(parts, self.whole.values[:, None]).solution
         misses = float((parts @ found - self.whole.values[:, None]).norm())
@@ -91,7 +91,7 @@ class Compared:
         return weights if misses <= FIT_ERROR * self.scale and min(weights) >= 0 else None
 
     def has_the_cause_of(self, others: Sequence[Compared]) -> bool:
-        """Whether the differences of some runs have one cause: the gradients', or the losses' where those are all but rounding."""
+        """Whether the differences of several runs have one cause: those of the gradients, or else those of the losses."""
         if sum(self._cosine(other) for other in others) / len(others) >= ALIKE:
             return True
         losses = [compared._clear_loss_difference() for compared in (self, *others)]
@@ -104,7 +104,7 @@ class Compared:
         return float(a @ b) / norms if norms > 0 and math.isfinite(norms) else 0.0
 
     def _clear_loss_difference(self) -> float:
-        """That of the losses, 0 where it may be rounding."""
+        """The difference of the losses; 0 where it may be rounding."""
         parts = sum(abs(share * part.loss) for share, part in zip(self.shares, self.parts, strict=True))
         found = self.loss_difference
         return found if abs(found) > LOSS_ERROR * max(abs(self.whole.loss), parts) else 0.0
@@ -117,8 +117,8 @@ class Gradients:
         longest_s: seconds from now on after which no gradient is begun.
 
     Attributes:
-        random: the state in which each pass begins to draw.
-        buffers: those of the model, as each comparison begins with them.
+        random: the random state with which each pass begins.
+        buffers: the model's buffers, with the values with which each comparison begins.
         sample_s: seconds that each sample of the latest micro batches took.
     """
 
@@ -132,12 +132,12 @@ class Gradients:
 
     @contextlib.contextmanager
     def equal_conditions(self, whole: Any) -> Iterator[None]:
-        """Around the passes that are compared: nothing is random, or depends on how many samples are normalised together."""
+        """Around the passes that are compared: no dropout, and nothing that depends on how many samples are normalised together."""
         outside = Buffers(self._model)
         outside.note()
         try:
             with contextlib.ExitStack() as stack:
-                if "torch._dynamo" in sys.modules:  # what is compiled is compiled again for each size
+                if "torch._dynamo" in sys.modules:  # compiled code would be compiled again for each size
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(dropout_off(self._model))
                 stack.enter_context(hold_still(self._model, lambda: self._loss(whole)))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from autotune.task import Task
 from autotune.task.batches import CannotCutError, StepBatch, split
 
-MOST_SHAPES, FEWEST_ALIKE = 128, 4  # samples that are looked at for some of one shape, and how many are needed
+MOST_SHAPES, FEWEST_ALIKE = 128, 4  # samples that are looked at to find some of one shape, and how many must be found
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Halves:
     """A batch of samples, and the same samples in two micro batches.
 
     Attributes:
-        blocked: how draws with several rows for each sample lie, as `SameDraws` says it.
-        restores_between: each part begins with the buffers that the whole batch began with, and not only the first.
+        blocked: how draws with several rows for each sample lie; see `SameDraws`.
+        restores_between: each part, and not only the first, begins with the buffers that the whole batch began with.
     """
 
     whole: Any
@@ -33,7 +33,7 @@ class Halves:
 
     @property
     def num_samples(self) -> int:
-        """Of the whole batch."""
+        """Samples of the whole batch."""
         return sum(self.parts.sizes)
 
     def are_padded_anew(self) -> bool:
@@ -47,7 +47,7 @@ class Halves:
 
 
 class SamplesOf:
-    """The first samples of a batch, as one batch and as its micro batches. How long each of them is, is not known any more."""
+    """The first samples of a batch, as one batch and as its micro batches. Their single lengths are not known any more."""
 
     def __init__(self, task: Task, batch: Any) -> None:
         self._task, self._batch = task, batch
@@ -59,7 +59,7 @@ class SamplesOf:
         return Halves(whole, split(whole, cuts, -(-num_samples // 2)))
 
     def of_one_shape(self, num_samples: int) -> None:
-        """At most so many samples, each of which alone has the same shapes: none are known."""
+        """None: samples of one shape cannot be chosen, as single samples are not known."""
 
 
 class TypicalSamples:
@@ -82,7 +82,7 @@ class TypicalSamples:
         return self._collated(positions)
 
     def of_one_shape(self, num_samples: int) -> Halves | None:
-        """At most so many samples, each of which alone has the same shapes; None where none are known."""
+        """At most so many samples that have the same shapes as batches of one; None where too few are known."""
         if self._task.dataset() is None or self._positions is None:
             return None
         of_shape: dict[Any, list[int]] = {}

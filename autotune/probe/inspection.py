@@ -64,17 +64,17 @@ def inspect_task(
 
     Args:
         calibration: of the device, as a dict.
-        trained: what to train of the task, by techniques; where it says nothing, what the baseline trains.
-        comparing_s: for finding out whether micro batches give the gradient of a whole batch; 0 to leave that out.
+        trained: choices of the techniques that select what is trained; those it leaves out are the baseline's.
+        comparing_s: for comparing a batch with its micro batches, which tells whether they learn the same; 0 to leave that out.
         untrained: how techniques are tried on a task whose models have no values; no step is tried then.
-        not_compared: why that failed in another process.
+        not_compared: why that comparison failed in another process; empty where it did not.
         world: the processes that are to train the task together.
-        report: is told when that begins and ends.
+        report: is told when that comparison begins and ends.
 
     Raises:
         TaskError: the task or its baseline is not valid.
-        ConfigError: the task has no such thing to train.
-        Exception: memory ran out before anything was trained, or because others hold it.
+        ConfigError: the task has nothing to train by such a choice.
+        Exception: memory ran out before the first step, or because other processes hold it.
     """
     opened = _enter(device, memory_limit_bytes)
     info, outside_bytes, techniques = opened.info(), opened.outside_bytes(), find_techniques()
@@ -120,9 +120,9 @@ def inspect_task(
 
 
 def _enter(device: str | Device, memory_limit_bytes: int | None) -> Device:
-    """The device, entered by this process and limited."""
+    """The device, entered by this process, with its memory limited."""
     opened = open_device(device) if isinstance(device, str) else device
-    opened.enter()  # from here on CUDA itself says which GPU this is
+    opened.enter()  # only now is it certain which GPU this is
     if memory_limit_bytes is not None:
         opened.limit_memory(memory_limit_bytes)
     return opened
@@ -155,12 +155,12 @@ def _setting(
 def _coupling(
     task: Task, model: torch.nn.Module, device: Device, plan: BatchPlan, first: FirstStep, comparing_s: float
 ) -> Coupling | None:
-    """Whether micro batches give the gradient of a process's whole batch; None where a step is one unit of the user's own.
+    """Whether micro batches give the gradient of a process's whole batch. None where the user writes the whole optimizer step.
 
     Args:
-        model: on the device, which nothing else has trained.
+        model: on the device, not trained yet.
         plan: the baseline's, which says what a whole batch is where the task does not.
-        comparing_s: after which no larger batch is compared.
+        comparing_s: seconds after which no larger batch is compared.
     """
     if task.takes_whole_steps:
         return None
@@ -178,7 +178,10 @@ def _coupling(
 
 
 def _uncut(task: Task, baseline: Config, coupling: Coupling | None, dataset_size: int | None, world: World) -> Config:
-    """The baseline with a process's share of the global batch at once, where it may not be cut and the user does not say how it is."""
+    """The baseline, changed to take a process's share of the global batch in one piece where it must not be cut.
+
+    A batch size that the user gives stays.
+    """
     if coupling is None or coupling.may_be_cut or task.global_batch is None:
         return baseline
     whole = share_of(task.global_batch, world)
@@ -224,9 +227,9 @@ class FirstStep:
 
 
 def _first_step(task: Task, device: Device, techniques: Techniques, world: World, *, trains: bool) -> FirstStep:
-    """Train a step of two samples; where that is an error, one of the baseline's batch, which may be the only legal kind.
+    """Train a step of two samples; where that is an error, a step of the baseline's batch, which may be the only legal size.
 
-    That it runs out of memory is a finding: techniques may make the model fit. That others hold the memory is none.
+    Running out of memory is a finding, as techniques may make the model fit. Memory held by others is not one, and is raised.
     """
     if not trains:
         return FirstStep(samples=_fewest(task, techniques, world))
@@ -251,7 +254,7 @@ def _first_step(task: Task, device: Device, techniques: Techniques, world: World
 
 
 def _fewest(task: Task, techniques: Techniques, world: World) -> int:
-    """Two samples; where no batch of them can be made, as many as the baseline's has."""
+    """Two samples; where no batch of two can be made, as many as the baseline's batch has."""
     with suppress(Exception):
         task.batch(2)
         return 2
@@ -273,8 +276,8 @@ def _baseline(task: Task, techniques: Techniques, dataset_size: int | None, worl
 
 
 def _supported(technique: Technique, setting: Setting, untrained: Untrained | None) -> Support:
-    """The choices of a technique that apply, and which of them cannot be traced: the process that searches cannot ask."""
-    on_data = technique.phase is Phase.LOADER  # which is real in any case
+    """The choices of a technique that apply, and which of them cannot be traced, which the searching process cannot find out."""
+    on_data = technique.phase is Phase.LOADER  # data is real, even where models have no values
     with nullcontext() if untrained is None or on_data else untrained.run():
         support = _support(technique, setting)
     reasons = {choice: technique.untraceable(choice, setting.device.kind) for choice in _on(technique, support)}
@@ -288,8 +291,8 @@ def _on(technique: Technique, support: Support) -> tuple[Choice, ...]:
 def _support(technique: Technique, setting: Setting) -> Support:
     """The choices of a technique that apply. If trying the technique raises, it is off, with the reason.
 
-    Where memory runs out it is tried once more without activations kept for a backward pass: it may be what makes them fit.
-    That others hold the memory is no reason, and raised.
+    Where memory runs out, the technique is tried once more without keeping activations for a backward pass, since it may be
+    just what makes them fit. Memory held by other processes is no reason, and is raised.
     """
     if technique.reaches_into_step and setting.task.takes_whole_steps:
         return Support(choices=(technique.off,), reason=REACHES_INTO_STEP)
@@ -298,7 +301,7 @@ def _support(technique: Technique, setting: Setting) -> Support:
         try:
             with torch.set_grad_enabled(keeps_activations):
                 support = technique.support(setting)
-            is_partition = technique.phase is Phase.TASK  # which says itself what is to be included
+            is_partition = technique.phase is Phase.TASK  # a partition says itself which choices are to be included
             return _optional(technique, support) if technique.changes_learning and not is_partition else support
         except Exception as error:
             reason = f"trying it raised {in_one_line(error)}"[:300]

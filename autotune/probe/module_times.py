@@ -26,8 +26,8 @@ from autotune.session import Session, prepare
 from autotune.task import Task
 from autotune.task.batches import StepBatch
 
-_LARGEST_SEQUENCE = 2**63  # nodes that accumulate gradients have no place in the order, and 2**64 - 1 for it
-NUM_STEPS = 5  # timed, of one micro batch each, after as many as warm them up
+_LARGEST_SEQUENCE = 2**63  # nodes that accumulate gradients are outside the order: their number is 2**64 - 1
+NUM_STEPS = 5  # timed steps of one micro batch each, after NUM_WARMUP untimed ones
 NUM_WARMUP = 3
 
 
@@ -47,11 +47,11 @@ class Stretch:
 
 
 class Scopes:
-    """The stretches of training steps: hooks tell them in the forward pass, the autograd graph's nodes in the backward pass.
+    """The stretches of training steps: found by module hooks in the forward pass, by hooks on autograd nodes in the backward pass.
 
-    A forward pass that is run again in the backward pass is its module's, too. A node of the autograd graph was made by the
-    module whose forward pass ran when its number was given. When the backward pass comes to it, that module's code runs. The
-    time or memory between two nodes is the earlier one's.
+    A forward pass that is run again in the backward pass counts for its module, too. A node belongs to the module whose
+    forward pass was running when the node got its sequence number. Time or memory between two nodes of the backward pass
+    counts for the node that ran first.
 
     Args:
         note: called at the beginning of each stretch.
@@ -77,7 +77,7 @@ class Scopes:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the session's forward passes; `begin` is called for all else."""
+        """Follow the session's forward and backward passes; for all else (the update, say) the caller calls `begin`."""
         loss = self._session.loss
 
         def observed(micro_batch: Any) -> torch.Tensor:
@@ -111,7 +111,7 @@ class Scopes:
         if name is None:
             return
         if name == MODEL and self._after_layer is not None:
-            self._after_layer.module = LOSS  # a model may compute its loss itself
+            self._after_layer.module = LOSS  # what a model does after its last layer may be to compute the loss
             self._after_layer = None
         self.begin(self._phase, outer)
         if outer == MODEL:
@@ -142,16 +142,16 @@ def graph_nodes(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def measure_modules(task: Task, config: Config, device: Device, world: World) -> ModuleTimes:
-    """Train a few steps of `config`. The largest batch is trained for the memory, usual ones for the time.
+    """Train a few steps of `config`: with the widest samples for the memory, with usual ones for the time.
 
     Raises:
         Exception: whatever the user's code or an allocation raises.
     """
-    task.dataset()  # made before, so that it does not count
+    task.dataset()  # made before, so that its memory does not count
     held: list[int] = []
     with _allocations(device, held):
         session = prepare(task, config, device=device, world=ALONE, on_oom=RAISE)
-        # all micro batches of a step are there while it runs; from the second one on they hold no more than that
+        # A step keeps all its micro batches in memory, so all are made. Two are enough to train: more do not raise the peak.
         batch = [(task.batch(config.batch_size), config.batch_size) for _ in range(config.accumulation_steps)]
         for _ in range(2):  # the first step allocates the optimizer's state
             session.step(StepBatch(batch[:2]))
@@ -161,9 +161,9 @@ def measure_modules(task: Task, config: Config, device: Device, world: World) ->
 
 @contextmanager
 def _allocations(device: Device, held: list[int]) -> Iterator[None]:
-    """Append the most bytes of tensors that lived at once inside; on a CPU the running sum of the profiler's events.
+    """Append the most bytes that tensors held at once inside; on a CPU the maximum of the running sum of the profiler's events.
 
-    On a GPU without cuBLAS's workspaces, which are there before: 64 MiB of a Hopper's.
+    On a GPU, cuBLAS's workspaces (64 MiB on Hopper) are not counted, because they exist before.
     """
     if device.capabilities.own_allocator:
         device.enter()
@@ -180,7 +180,7 @@ def _allocations(device: Device, held: list[int]) -> Iterator[None]:
 
 
 def _times(session: Session, device: Device) -> dict[str, dict[str, float]]:
-    """Module -> phase -> seconds of a micro batch and an update."""
+    """Module -> phase -> seconds of a step of one micro batch and its update."""
     compiled = any(getattr(m, "_compiled_call_impl", None) is not None for m in session.model.modules())
     if session.task.takes_whole_steps or compiled:  # one unit, into which hooks do not reach
         return {}

@@ -28,12 +28,12 @@ BETTER = math.log(1.01)  # a gain that counts
 ENOUGH = 0.03  # chance to become the best by 1 % below which no config is worth a probe
 MAX_OOM_CHANCE = 0.25  # what is likelier to run out of memory is not tried; stricter with every config that did
 UNKNOWN_MEMORY_STD = 0.5  # in logarithms, where nothing is known of a config's memory
-UNSAFE = 1e3  # below any other score: where nothing is known that fits, the safest of the unsafe
-MAX_ENUMERATED = 3000  # configs of a space that is looked at whole
-NUM_STARTS = 3  # of the climbs through a larger one
+UNSAFE = 1e3  # puts unsafe configs below all others, where nothing is known that fits: the safest of them comes first
+MAX_ENUMERATED = 3000  # a space of at most so many configs is looked at whole
+NUM_STARTS = 3  # of the climbs through a larger space
 UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
-RUNS_AFTER_FAILURE = 0.2  # chance that a config runs which is to blame for one failure, wholly
-PROVEN = 3.0  # times that: of a choice that failed where everything else was seen to run
+RUNS_AFTER_FAILURE = 0.2  # chance to run that is left to a config which bears the whole blame for one failure
+PROVEN = 3.0  # times the blame: for a choice that failed where everything else was seen to run
 TRIFLE = 0.005  # of a step's time: whatever acts on no more than that cannot gain much
 
 
@@ -59,7 +59,7 @@ class Acquisition:
     """Ranks the configs of a space, given the models fitted to the probes so far. It does not use Optuna.
 
     Args:
-        seed: of where climbs through a large space start; the same probes and seed give the same proposal.
+        seed: for the configs from which a large space is climbed; the same probes and seed give the same proposal.
         setup_s: seconds that a config takes before its first step, where others take none.
         probe_s: seconds that a probe takes besides.
     """
@@ -91,7 +91,7 @@ class Acquisition:
     def ranked(self) -> list[Config]:
         """The feasible configs that were probed, best expected merit first: the best of noisy figures is often a lucky one."""
         merit, speed, weight = self.objective.merit, self.objective.speed, self.speed_weight
-        beside_speed = {  # of the log merit as it was measured; the speed itself is the model's
+        beside_speed = {  # the part of the log merit that is not speed, as measured; the speed is the model's
             config: math.log(merit(outcome)) - weight * math.log(speed(outcome.measurement))
             for config, outcome in self.seen.items()
             if outcome.measurement and self.objective.feasible(outcome) and self.space.answers(config)
@@ -114,14 +114,14 @@ class Acquisition:
         return configs[int(np.argmax(np.where(worth, found.score, -math.inf)))] if worth.any() else None
 
     def _met_while_climbing(self) -> list[Config]:
-        """What is met when climbing from several configs, one change at a time."""
+        """The configs that are met when climbing from several ones, by one change at a time."""
         chance = random.Random(self._seed)
         starts = [self.space.baseline.as_dict()] + ([self.best.as_dict()] if self.best else [])
         while len(starts) < NUM_STARTS:
             starts.append({name: chance.choice(choices) for name, choices in self.space.choices.items()})
         met: set[Config] = set()
         for start in starts:
-            # what is fixed need not be so in the baseline, and not every combination belongs to the space
+            # the baseline need not have what is fixed, and not every combination belongs to the space
             here, height = self.space.nearest(start, lambda config: True), -math.inf
             while around := [config for config in self._one_change(here) if self.space.contains(config)]:
                 met.update(around)
@@ -216,7 +216,8 @@ class Acquisition:
 
         Each failure is blamed on the choices of its config that have never run: first on techniques, then on the batch
         size. If all of them have run in other configs, it is blamed on the whole config. What failed where everything else
-        was seen to run is blamed more. Memory is the models' business, unless so many samples were seen to fit.
+        was seen to run is blamed more. Running out of memory is not blamed, as the memory model knows of it, unless as many
+        samples were seen to fit.
         """
         ran = {choice for config, outcome in self.seen.items() if _trained(outcome) for choice in _choices(config)}
         largest = max((config.batch_size for config, outcome in self.seen.items() if _trained(outcome)), default=0)
@@ -287,13 +288,13 @@ class Acquisition:
 
 
 def _trained(outcome: Outcome) -> bool:
-    """Whether it ran, be it that it was too slow to go on: then its speed has a bound, and nothing is to blame."""
+    """Whether a config ran, even if it was ended as too slow: then its speed has a bound, and nothing is to blame."""
     slow = outcome.kind is Kind.TIMEOUT and outcome.bound is not None and outcome.bound.peak_bytes_low > 0
     return outcome.ok or slow
 
 
 def _broke(outcome: Outcome) -> bool:
-    """Whether it failed for a reason that the models do not know."""
+    """Whether a config failed for a reason that the models do not know."""
     return outcome.kind is not Kind.OOM and not _trained(outcome)
 
 

@@ -30,7 +30,7 @@ class Proposer(Protocol):
 
 
 class FirstOf:
-    """Asks several proposers anew each time, in this order: the first that has something to propose is heard."""
+    """Asks several proposers in order, each time from the first on: the first proposal that one of them has is taken."""
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:
         self._proposers = proposers

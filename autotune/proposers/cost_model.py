@@ -30,10 +30,10 @@ class CostModel:
     The same history, space, predicted peaks and seed give the same proposal.
 
     Args:
-        peaks: returns the traced peaks so far, or None if the model cannot be traced.
+        peaks: returns the traced peaks so far, or None if the user's model cannot be traced.
         outside_bytes: memory of a probe's process before it builds the model.
-        seed: for the starting points of climbs through a large space.
-        tell: called once with a message if the models cannot be computed and the starting design replaces them.
+        seed: for the random configs from which a large space is climbed.
+        tell: called once with a message if the cost models cannot be computed and the starting design replaces them.
         calibration: of the device.
     """
 
@@ -73,32 +73,32 @@ class CostModel:
         return prediction is None or prediction.chance_to_fit > LIKELY
 
     def may_gain(self, history: History, config: Config, name: str) -> bool:
-        """Whether a config's choice of one technique can make a difference: it fits, and acts on more than a trifle."""
+        """Whether a config is likely to fit and its choice of technique `name` acts on more than a negligible part of the cost."""
         return self.is_likely_to_fit(history, config) and self._ask(
             history, lambda models: not models.is_idle(config, name), lambda: True
         )
 
     def ranked(self, history: History) -> list[Config]:
-        """The feasible configs, ranked by all probes together: the best of many noisy figures is often a lucky one."""
+        """The feasible configs, ranked by the models fitted to all probes: the best single figure of many is often a lucky one."""
         feasible, score = history.feasible, history.objective.score
         by_score = sorted(feasible, key=lambda config: -score(feasible[config]))
         return [config for config in self._ask(history, Acquisition.ranked, lambda: by_score) if config in feasible]
 
     def _ask(self, history: History, question: Callable[[Acquisition], T], otherwise: Callable[[], T]) -> T:
-        """What the models say. If they cannot be computed that is said once, and `otherwise` answers."""
+        """What the models answer. If they cannot be computed, the user is told once, and `otherwise` answers."""
         try:
             return question(self._acquisition(history))
         except ARITHMETIC as error:
             if not self._is_told:
                 self._is_told = True
                 self._tell(
-                    "the models of speed and memory could not be computed; configs of the starting design are probed "
+                    "the models of speed and memory could not be computed, so configs are chosen without predictions "
                     f"({type(error).__name__}: {error})"
                 )
             return otherwise()
 
     def _acquisition(self, history: History) -> Acquisition:
-        """Fitted to the history, and cached because a proposal and its prediction are asked for one after the other."""
+        """The acquisition fitted to the history, cached because a proposal and its prediction are asked for one after the other."""
         space, peaks, probes = known = history.space, self._peaks(), history.evidence
         if self._last is None or self._last[0] != known:
             lengths = peaks.lengths if peaks is not None else None

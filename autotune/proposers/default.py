@@ -1,6 +1,6 @@
 """The default sampler: the cost model, and tests of single techniques wherever it would have to take something on trust.
 
-Techniques may need or hinder each other: so it also tries what was the best at another batch size at the best's own.
+Techniques may need or hinder each other, so what won at another batch size is also tried at the best config's own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from autotune.records.study import Proposal
 from autotune.study.history import History
 from autotune.techniques import Techniques
 
-BETTER = 1.05  # than any other at that batch size: single probes differ by some per cent
+BETTER = 1.05  # times the merit of any other at that batch size: single probes differ by some per cent
 
 
 class CarryOver:
-    """A combination that won at its batch size, with a choice that the best lacks, at the best's batch size."""
+    """Takes a combination that won at another batch size, and has a choice that the best lacks, to the best's batch size."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model

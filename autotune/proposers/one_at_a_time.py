@@ -13,8 +13,8 @@ from autotune.records.study import ABLATION, Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
 
-SLOW = 0.95  # of the best: a probe below that asks for an explanation
-FAILED = 0.1  # of the best: what a probe that failed is taken for, so that a slow one may explain it
+SLOW = 0.95  # of the best's merit: a probe below that asks for an explanation
+FAILED = 0.1  # of the best's merit: what a failed probe is taken to have, so that a slow one may explain it
 
 
 class UndoChanges:
@@ -76,7 +76,7 @@ class TakeApart:
 
 
 class TryAlone:
-    """The best with each choice of which no probe shows what it does by itself: what is expected of it may be wrong."""
+    """The best with each choice whose effect by itself no probe has shown: what is expected of it may be wrong."""
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model
@@ -110,7 +110,7 @@ class Untried:
             for name in techniques
             if not techniques[name].ordered or config[name] != techniques[name].off
         }
-        shown: set[str] = set()  # of those on a scale
+        shown: set[str] = set()  # techniques on a scale of which one choice was given
         unseen = ((before, switch) for before, switch in _unseen(history, probed) if switch[0] not in shown)
         for switch, config in _worth_a_probe(unseen, history, self._cost_model):
             yield switch, config
@@ -119,7 +119,7 @@ class Untried:
 
 
 def _unseen(history: History, seen: Collection[Switch]) -> Iterator[tuple[Config, Switch]]:
-    """The best config, or the baseline, with each choice that was not seen. One on a scale shows what the others do."""
+    """The best config, or the baseline, with each choice that was not seen. On a scale one choice shows what the others do."""
     space, techniques = history.space, history.space.techniques
     start = history.best[0] if history.best else space.baseline
     shown = {name for name, _ in seen if techniques.is_ordered(name)}
@@ -156,9 +156,9 @@ def _likeliest(changes: Iterable[tuple[Config, Switch]], history: History, cost_
 
 
 def _suspects(history: History) -> list[tuple[Config, Switch]]:
-    """The new switches of probes of several that failed or were slow, where none of them is known to be the reason.
+    """The new switches of probes that had several and failed or were slow, where none of them is known to be the reason.
 
-    Each with the config that was the best before that probe.
+    Each comes with the config that was the best before that probe.
     """
     evidence, objective, techniques = history.evidence, history.objective, history.space.techniques
     pairs = pairs_of(evidence, techniques)
@@ -179,7 +179,7 @@ def _suspects(history: History) -> list[tuple[Config, Switch]]:
 
 
 def _explains(pairs: Iterable[Pair], loss: float, objective: Objective) -> bool:
-    """Whether a switch alone makes for half of a loss at least, in logarithms, or fails."""
+    """Whether a switch alone accounts for at least half of a loss, in logarithms, or fails."""
     return any(
         without.ok and (not with_it.ok or objective.merit(with_it) <= loss**0.5 * objective.merit(without))
         for with_it, without in pairs

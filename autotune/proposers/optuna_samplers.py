@@ -22,7 +22,7 @@ from autotune.study.history import History
 from autotune.study.store import distributions_of
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
-PATIENCE = 12  # proposals without a better one by 1 % after which the sampler is taken to know enough
+PATIENCE = 12  # proposals without a gain of 1 % after which the sampler is taken to know enough
 BETTER = 1.01
 
 
@@ -60,7 +60,7 @@ class OptunaProposer:
         study = self._told(history)
         with _one_torch_thread():
             trial = study.ask(distributions_of(history.space))
-        study.tell(trial, state=TrialState.FAIL)  # what is found of it comes with the history
+        study.tell(trial, state=TrialState.FAIL)  # its outcome comes with the history
         try:
             config = history.space.nearest(trial.params, history.admissible())
         except SpaceExhausted:
@@ -86,7 +86,7 @@ class OptunaProposer:
         trials, objective, worst = history.searched, history.objective, history.worst_score
         for trial in trials[self._num_told :]:
             infeasibility = objective.infeasibility(trial.outcome)
-            # a choice that an earlier search of the study had and this one has not
+            # the trial may have a choice of an earlier search that this space lacks
             with contextlib.suppress(ValueError):
                 told = create_trial(
                     value=objective.score(trial.outcome) if trial.outcome.ok else worst,
@@ -101,7 +101,7 @@ class OptunaProposer:
 
 @contextlib.contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """A Gaussian process of some dozen points is slower on several threads, and several processes' threads collide."""
+    """One torch thread inside: a Gaussian process of some dozen points is slower on several, and those of processes collide."""
     import torch
 
     num_threads = torch.get_num_threads()

@@ -21,15 +21,17 @@ class Check(Record):
     gradient_cosine: float
     buffer_error: float  # relative, after one step
     names_equal: bool  # parameter names and state_dict keys unchanged
-    noise: float  # relative gradient difference between two plain runs, or for one ulp
+    noise: float  # relative gradient difference between plain runs: repeated, or with all parameters moved by one ulp
     passed: bool | None  # None: the model magnifies rounding so far that the comparison says little
     reason: str = ""
-    cause: tuple[str, ...] = ()  # keys of the config that made it fail; `accumulation_steps`: cutting the batch
+    cause: tuple[
+        str, ...
+    ] = ()  # keys of the config that made it fail; `accumulation_steps` where cutting the batch did
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Record):
-    """Some changes of a config, compared with plain fp32."""
+    """The comparison of some changes with plain fp32, as a study keeps it: a later search compares them no more."""
 
     changes: tuple[tuple[str, Choice], ...]
     check: Check
@@ -48,23 +50,23 @@ class Cause(StrEnum):
 
     SAMPLES = "samples"  # the loss of a sample depends on the others of its batch
     PADDING = "padding"  # samples are padded to the longest of their batch, and the loss sees how far
-    TERMS = "terms"  # the loss adds means over unequal numbers of terms, of which one weight cannot make a mean
-    PARTNERS = "partners"  # they are drawn at random among the samples of the batch
+    TERMS = "terms"  # the loss adds means over different numbers of terms: no one weight per micro batch fits them all
+    PARTNERS = "partners"  # something is drawn at random among the samples of the batch, as the partners of mixup are
     STATE = "state"  # each forward pass changes something in the model on which the next one depends
-    WEIGHTS = "weights"  # the loss is a mean over other terms than are counted
+    WEIGHTS = "weights"  # the loss is a mean over something other than what `loss_weight` counts (samples without one)
     SCALE = "scale"  # the loss grows with the number of samples: a sum, say
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coupling(Record):
-    """Whether the mean loss of a batch is that of its micro batches, with its gradient.
+    """Whether a batch's mean loss and its gradient equal those of its micro batches together.
 
     Attributes:
-        cause: where it is not, why; None otherwise.
-        num_samples: the largest batch that was compared, or the one that showed it; 0 for none.
-        gradient_error: of that batch, relative; None where none was compared.
-        reason: what was found, in one sentence without an end; empty for `SEPARABLE`.
-        remedy: what would allow micro batches, in which `{include}` stands for the option; empty for `SEPARABLE`.
+        cause: why they do not; None where they do, or where that is not known.
+        num_samples: samples in the batch that showed the coupling, else in the largest one compared; 0 if none was.
+        gradient_error: relative, of that batch; None where none was compared, or it is not finite.
+        reason: what was found, in one sentence without a full stop; empty for `SEPARABLE`.
+        remedy: what would allow micro batches, a text with the placeholder `{include}`; empty for `SEPARABLE`.
     """
 
     verdict: Verdict
@@ -76,15 +78,15 @@ class Coupling(Record):
 
     @classmethod
     def unknown(cls, why: str) -> Coupling:
-        """The answer that nobody knows, with the reason."""
+        """The answer "not known", with the reason."""
         return cls(
             verdict=Verdict.UNKNOWN,
             reason=f"whether the loss couples the samples of a batch is not known: {why}",
-            remedy="{include} allows micro batches, if you know that the loss is a mean over samples or what loss_weight counts",
+            remedy="{include} allows micro batches, if you know that the loss is a mean over samples, or over what loss_weight counts",
         )
 
     def allows(self, name: str) -> str:
-        """What the user can do to allow other batches, where including `name` allows them."""
+        """The remedy, with `--include NAME` in place of `{include}`."""
         return self.remedy.format(include=f"--include {name}")
 
     @property

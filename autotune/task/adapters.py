@@ -1,6 +1,6 @@
 """Adapts LightningModules and Hugging Face models. It recognises them by their base classes and imports neither library.
 
-A LightningModule validates itself without a trainer, too: what it logs of each batch, and what it knows at the end alone.
+A LightningModule validates itself without a trainer, too: by what it logs for each batch, and at the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_lightnings_own(cls: type) -> bool:
 def adapt(model: torch.nn.Module) -> torch.nn.Module:
     """Prepare a newly built model for training without the library that would usually train it.
 
-    A LightningModule gets its layers (`configure_model`), and a stand-in where its trainer would be.
+    A LightningModule makes its layers (`configure_model`), and gets a stand-in where its trainer would be.
     A Hugging Face model stops caching keys and values for generation: training does not need them, and recomputing
     an activation would append to them.
     """
@@ -66,7 +66,7 @@ def adapt(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def attach(model: torch.nn.Module, trainer: TrainerStandIn) -> None:
-    """Let a LightningModule and those in it find a trainer."""
+    """Let a LightningModule, and the LightningModules in it, find a trainer."""
     for module in filter(is_lightning, model.modules()):
         trainer.attach(module)
 
@@ -129,7 +129,7 @@ def lightning_step(model: Any, batch: Any) -> Any:
 
 
 def lightning_hook(model: Any, name: str, batch: Any, index: int) -> Any:
-    """What a LightningModule's step of that name returns for a batch, which is the one of that number."""
+    """What a LightningModule's step of that name returns for the batch with that number."""
     if overrides(type(model), "on_after_batch_transfer"):
         batch = model.on_after_batch_transfer(batch, 0)
     step = getattr(model, name)
@@ -144,7 +144,7 @@ def set_accumulation(model: Any, num_micro_batches: int) -> None:
 
 @contextlib.contextmanager
 def uncounted(model: Any) -> Iterator[None]:
-    """Around a forward pass for which a LightningModule shall not count a batch."""
+    """Let a LightningModule not count the batches of the forward passes inside."""
     if not is_lightning(model):
         yield
         return
@@ -232,7 +232,7 @@ def sole_optimizer(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optim
 
 
 def leaves(made: Any) -> Iterator[Any]:
-    """What stands in mappings, lists and tuples in each other, or alone."""
+    """The values in nested mappings, lists and tuples; a value that is none of these, itself."""
     if isinstance(made, Mapping | list | tuple):
         for part in made.values() if isinstance(made, Mapping) else made:
             yield from leaves(part)
@@ -241,7 +241,7 @@ def leaves(made: Any) -> Iterator[Any]:
 
 
 def no_data(build_model: Any, near: str = "") -> TaskError:
-    """The error for a task without data of its own or of a LightningModule. `near` offers similar names."""
+    """The error for a task that has no data, nor a LightningModule that has. `near` offers similar names."""
     inside = f", nor a train_dataloader() in {build_model.__name__}" if is_lightning_class(build_model) else ""
     return TaskError(
         f"there is neither make_batch(batch_size) nor train_dataset(){near}{inside}; write one of them, for example "
@@ -285,7 +285,7 @@ class LightningData:
         return LightningData, (self._build_model,)
 
     def of_models(self, build_model: Callable[[], Any]) -> LightningData:
-        """The data of modules that are built otherwise; what is loaded already stays."""
+        """The same data for modules that `build_model` builds; what is loaded already stays."""
         other = LightningData(build_model)
         other._made = self._made
         return other
@@ -295,7 +295,7 @@ class LightningData:
         return self._load()[1].dataset
 
     def batch_size(self) -> int | None:
-        """Samples of the training loader's batches; None where a sampler of its own makes them."""
+        """Samples of the training loader's batches; None where a batch sampler of the loader makes them."""
         return self._load()[1].batch_size
 
     def collate_fn(self, samples: list[Any]) -> Any:
@@ -343,9 +343,9 @@ class LightningData:
 
 
 class Validation:
-    """One validation after the other of a LightningModule, each between `begin` and `end`.
+    """The validations of a LightningModule, one after the other, each from `begin` to `at_the_end`.
 
-    What `self.log` is told to reduce otherwise than to a mean over the set (`on_epoch=False`, `reduce_fx`) is left out.
+    A value that `self.log` is to reduce to something other than a mean over the set (`on_epoch=False`, `reduce_fx`) is left out.
     """
 
     def __init__(self, model: Any) -> None:
@@ -380,7 +380,7 @@ class Validation:
         return found
 
     def at_the_end(self) -> dict[str, float]:
-        """What was logged as a metric, and what the module logs after the last batch. Raises TaskError if nothing ever was."""
+        """The metrics that were logged, and what is logged after the last batch. Raises TaskError if nothing was ever logged."""
         with self._logged() as logged:
             self._call("on_validation_epoch_end")
         self._metrics |= _metrics(logged)

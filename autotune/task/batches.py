@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-Cuts = int | Mapping[Any, Any] | None  # the dimension, or that of each part; None goes whole to every micro batch
+Cuts = int | Mapping[Any, Any] | None  # the dimension of the samples, or each part's; None: whole in every micro batch
 
 
 class StepBatch(list[Any]):
@@ -48,7 +48,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on a device. Whatever has a method `to(device)` moves itself, as trainers have it; other values stay."""
+    """The batch on a device. As with trainers, whatever has a method `to(device)` is moved by it; other values stay."""
 
     def move(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
@@ -83,7 +83,7 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def contents(batch: Any) -> Mapping[Any, Any]:
-    """The parts of a structure, or the attributes of another object that can move to a device; empty for all else."""
+    """The parts of a structure, or the attributes of an object that can be moved to a device; empty for all else."""
     return _parts(batch) or (vars(batch) if _moves(batch) and hasattr(batch, "__dict__") else {})
 
 
@@ -96,7 +96,7 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The strided tensors that hold the memory of a sparse or jagged tensor; of any other, itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]  # among those of a DTensor is its mesh
+        parts = [getattr(tensor, name) for name in names]  # a DTensor has its mesh among them
         return [dense for part in parts if isinstance(part, torch.Tensor) for dense in strided_parts(part)]
     if tensor.layout is torch.strided:
         return [tensor]
@@ -119,7 +119,7 @@ def find_cuts(small: Any, large: Any, sizes: tuple[int, int]) -> Cuts:
         None if nothing in them depends on the size.
 
     Raises:
-        CannotCutError: something depends on the size and has another length.
+        CannotCutError: something depends on the size, or may, and does not have its length in one dimension alone.
     """
     if isinstance(small, torch.Tensor) and isinstance(large, torch.Tensor):
         if small.is_nested:
@@ -176,7 +176,7 @@ def _map(batch: Any, is_leaf: Callable[[Any], bool], function: Callable[[Any], A
 
 
 def _parts(batch: Any) -> Mapping[Any, Any]:
-    """What a structure holds, by key, position or field; empty for whatever is none."""
+    """What a structure holds, by key, position or field; empty for what is no structure."""
     if isinstance(batch, Mapping):
         return dict(batch.items())
     if isinstance(batch, list | tuple):
@@ -189,7 +189,7 @@ def _parts(batch: Any) -> Mapping[Any, Any]:
 def _with_parts(batch: Any, parts: Mapping[Any, Any]) -> Any:
     """A structure of the same kind with other parts. Tuples, and mappings that are no dict, are built anew from the parts alone."""
     if isinstance(batch, Mapping) and not isinstance(batch, dict | UserDict):
-        try:  # what is written into a shallow copy may change the original, too
+        try:  # not by writing into a shallow copy, which may change the original too
             return type(batch)(parts)  # type: ignore[call-arg]
         except Exception:
             return dict(parts)

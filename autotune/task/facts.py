@@ -49,8 +49,8 @@ def gather_facts(task: Task) -> TaskFacts:
     if task.takes_whole_steps:
         step = "train_step" if task.train_step else f"the manual optimization of {type(model).__name__}"
         warnings.append(
-            f"{step} is one unit: only what does not reach into it is searched, its memory is learned from probes, and "
-            "gradients are not compared with plain fp32"
+            f"{step} is one unit: only techniques that do not reach into it are searched, its memory is learned from probes, "
+            "and gradients are not compared with plain fp32"
         )
     if num_schedulers:
         warnings.append(
@@ -59,7 +59,7 @@ def gather_facts(task: Task) -> TaskFacts:
         )
     if left_out := adapters.hooks_left_out(model):
         warnings.append(
-            f"autotune does not call {' and '.join(left_out)} of {type(model).__name__}: what is measured lacks it"
+            f"autotune does not call {' and '.join(left_out)} of {type(model).__name__}: measurements are without it"
         )
     return TaskFacts(
         name=task.name,
@@ -97,7 +97,7 @@ def _shapes(task: Task) -> tuple[str, ...]:
     def found() -> tuple[str, ...]:
         return tuple(f"{element_type(tensor)} {shape(tensor)}" for tensor in tensors(task.small_batch(2)))
 
-    with contextlib.suppress(Exception):  # what is wrong with it, the check of the task says
+    with contextlib.suppress(Exception):  # `check_task` says what is wrong with a batch
         shapes = found()
         return shapes if shapes == found() else ()
     return ()
@@ -108,9 +108,9 @@ def _tokens_per_sample(task: Task) -> float | None:
         dataset = task.dataset()
         most = None if dataset is None else samples.dataset_size(dataset)
         num_samples = min(NUM_COUNTED, most or NUM_COUNTED)
-        with contextlib.suppress(Exception):  # what is wrong with it, the check of the task says
+        with contextlib.suppress(Exception):  # `check_task` says what is wrong with a batch
             terms = task.weight(task.small_batch(num_samples), num_samples) / num_samples
-            return terms if terms > 1 else None  # one label a sample is no token
+            return terms if terms > 1 else None  # one label per sample is not a token
     return None
 
 
@@ -222,7 +222,7 @@ def _check_update(task: Task, model: torch.nn.Module, optimizer: torch.optim.Opt
         with user_code(f"a step of {type(optimizer).__name__}", advice):
             optimizer.step()
     except Exception as error:
-        if not is_allocation_failure(error):  # that is for the probes to find, config by config
+        if not is_allocation_failure(error):  # whether memory suffices is for the probes to find, config by config
             raise
 
 

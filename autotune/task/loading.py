@@ -86,7 +86,7 @@ def load_source(source: TaskSource) -> Task:
 
 
 def _unpickle(source: TaskSource) -> Task:
-    # Shared pages count for no process's limit: the user's process holds the same tensors already, and that is counted.
+    # Shared pages count for no process's limit: the user's process, where they are counted, holds the same tensors already.
     with (
         user_code("unpickling the task", "move its functions into a file model.py and give its path"),
         torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if _SHARES else contextlib.nullcontext(),

@@ -43,7 +43,7 @@ def default_loss(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def default_kind(batch: Any) -> LossKind:
-    """Which of its losses `default_loss` takes for a batch."""
+    """Which loss `default_loss` takes for a batch."""
     if not _is_pair(batch):
         return LossKind.MODEL
     return LossKind.MEAN_SQUARED_ERROR if batch[1].is_floating_point() else LossKind.CROSS_ENTROPY

@@ -1,4 +1,4 @@
-"""Model files: finding one, naming its task, the modules that they became in this process, and what may stand in one.
+"""Model files: finding one, naming its task, listing those that this process has run, and what may stand in one.
 
 The parts of a task are validated as far as possible without running them.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from autotune.errors import TaskError
 from autotune.task.usercode import is_user_file
 
-MODULE_PREFIX = "autotune_model_"  # of the names of their modules
+MODULE_PREFIX = "autotune_model_"  # begins the name of each model file's module
 _GENERIC_STEMS = frozenset({"model", "train", "main"})
 SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "build_model": (),
@@ -35,17 +35,17 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
     "eval_dataset": (),
     "eval_collate_fn": ("samples",),
 }
-ONE_OF_SEVERAL = ("variant_name",)  # what build_model takes where the task names several
+ONE_OF_SEVERAL = ("variant_name",)  # what build_model takes where the task has VARIANTS
 NOTHING_TO_EVALUATE = (
-    "a whole optimizer step of the task's own gives no loss to evaluate with; write eval_step(model, batch) that returns "
-    "the mean loss of the batch, or a dict of such means"
+    "the task takes whole optimizer steps of its own, which leave no loss to evaluate with; write eval_step(model, batch) "
+    "that returns the mean loss of the batch, or a dict of such means"
 )
 _WITHOUT_TRAIN_STEP = ("training_step", "loss_weight", "max_grad_norm")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a loaded task comes from, and its fields then. A task changed since then no longer matches the file.
+    """Where a loaded task comes from, and what its fields were when it was loaded: a task changed since no longer matches the file.
 
     Attributes:
         source: a `TaskSource`: how to load it again.
@@ -59,7 +59,7 @@ class Origin:
 
 
 def find_model_file(spec: str | Path) -> tuple[Path, str]:
-    """The absolute path and the attribute that `spec` names. A file name may contain a colon.
+    """The absolute path and the attribute that `spec` names: PATH or PATH:ATTRIBUTE. A file whose name has a colon comes first.
 
     Raises:
         TaskError: no such file, or it is not a Python file; the nearest names are offered.
@@ -122,15 +122,15 @@ def check_fields(given: Mapping[str, Any]) -> None:
         for name in _WITHOUT_TRAIN_STEP:
             if given[name] is not None:
                 raise TaskError(
-                    f"there is train_step, which is a whole optimizer step of its own, and {name}, which it leaves unused; "
-                    f"do that inside train_step and leave {name} out, or leave train_step out"
+                    f"train_step does the whole optimizer step, so {name} would not be used; do its work inside train_step and "
+                    f"leave {name} out, or leave train_step out"
                 )
         if given["eval"] is True and given["eval_step"] is None:
             raise TaskError(f"EVAL is True, and {NOTHING_TO_EVALUATE}")
     if given["eval_collate_fn"] is not None and given["eval_dataset"] is None:
         raise TaskError(
-            "there is eval_collate_fn without eval_dataset, of whose samples it makes batches; write eval_dataset(), or leave "
-            "eval_collate_fn out"
+            "eval_collate_fn makes batches of eval_dataset's samples, and there is no eval_dataset; write eval_dataset(), or "
+            "leave eval_collate_fn out"
         )
     for name, (is_valid, expected) in CONSTANTS.items():
         value = given[name.lower()]
@@ -175,7 +175,7 @@ def _are_names(value: Any) -> bool:
     return is_list and len(set(value)) == len(value) and all(type(name) is str and name for name in value)
 
 
-# name in a model file, in small letters a task's -> what makes a value of it valid, and what is expected
+# name in a model file (in lower case: the field of `Task`) -> a test of its value, and in words what is expected
 CONSTANTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "GLOBAL_BATCH": (
         lambda value: type(value) is int and value > 0,
@@ -193,8 +193,8 @@ CONSTANTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "EVAL": (
         lambda value: type(value) is bool,
-        "True to search the batch size for evaluation too (what to compute, say in eval_step(model, batch), and on what "
-        "data, in eval_dataset())",
+        "True or False; True also searches the batch size for evaluation. Write eval_step(model, batch) for what to compute "
+        "and eval_dataset() for the data",
     ),
 }
 

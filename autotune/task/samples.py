@@ -19,11 +19,11 @@ _ADVICE = "correct that sample, or leave it out of the dataset, and run again"
 
 
 class Sampled(NamedTuple):
-    """What was looked at of a dataset.
+    """The samples of a dataset that were looked at.
 
     Attributes:
-        positions: of the samples, the widest first.
-        whole: whether these are all that it has.
+        positions: their positions, the widest first.
+        whole: whether the dataset has no others.
     """
 
     positions: tuple[int, ...]
@@ -60,7 +60,7 @@ def dataset_size(dataset: Any) -> int | None:
 
 
 def widest_first(dataset: Any) -> Sampled:
-    """Positions of up to 512 samples, the widest first. They are drawn at random within 2 s; a stream gives its first ones.
+    """Positions of up to 512 samples, the widest first. They are drawn at random, within 2 s; of a stream they are the first ones.
 
     The width of a sample is the number of elements of its tensors and arrays, or the length of its sequences.
     """
@@ -84,7 +84,7 @@ def widest_first(dataset: Any) -> Sampled:
 
 
 def widest_samples(dataset: Any, widest: Sequence[int], count: int) -> list[Any]:
-    """The `count` widest of the sampled members, repeated if too few were sampled.
+    """The `count` widest of the samples that were looked at, repeated if these were too few.
 
     Raises:
         TaskError: the dataset has fewer samples than that.

@@ -19,21 +19,20 @@ from autotune.task.model_file import Origin, find_model_file, loaded_modules, na
 from autotune.task.task import Task
 from autotune.task.usercode import is_user_file
 
-_PLAIN = frozenset(
-    {"global_batch", "baseline", "max_grad_norm", "name"}
-)  # may differ from the model file's and travel beside it
-_STARTUP = ("sitecustomize", "usercustomize")  # in every process of an environment, e.g. of an editor's console
+# fields whose values may differ from the model file's: they travel beside it
+_PLAIN = frozenset({"global_batch", "baseline", "max_grad_norm", "name"})
+_STARTUP = ("sitecustomize", "usercustomize")  # imported in every process of an environment, e.g. an editor's console
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr: another in each process
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr; it differs between processes
 
 
 @runtime_checkable
 class Living(Protocol):
-    """What lives in the user's process and has functions of a task as its methods."""
+    """An object that lives in the user's process and whose methods are functions of a task."""
 
     def task_identity(self) -> str:
-        """What tells it from others in the same script, the same in each run of the script but for memory addresses."""
+        """A text that tells it from others in the same script; equal in each run of the script but for memory addresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class TaskSource:
         attribute: name of the Task object in that file; empty for its functions.
         overrides: constants that were replaced since the file was loaded.
         pickled: the file that holds a Task built in Python, once `hand_over` has written it; empty for a model file.
-        digest: of what that task is made of; empty for a model file.
+        digest: a sha256 of what a Task built in Python is made of; empty for a model file.
         live: a Task built in Python, in the process that built it.
         sys_path: the folders that modules were imported from.
         cwd: the working directory, for the task's own relative paths.
@@ -83,7 +82,7 @@ class TaskSource:
     def hand_over(self, folder: Path) -> TaskSource:
         """The same source for other processes, which find a Task built in Python in a file of `folder`.
 
-        Tensors are written once each, whatever shares them. To read those of a GPU takes no GPU.
+        Each tensor is written once, whatever shares it. Reading a GPU's tensors takes no GPU.
 
         Raises:
             TaskError: the task cannot be pickled.
@@ -113,7 +112,7 @@ class TaskSource:
     def version(self) -> str:
         """What tells a Task built in Python from others of its name: an edited script makes another one.
 
-        Without a script, nobody knows what a model that lives in the user's process is; then each time makes another one.
+        Without a script, a model that lives in the user's process cannot be recognised, so each call makes another version.
         """
         return self.script_digest()[:8] or (time.strftime("%Y%m%d-%H%M%S") if self._living() else "")
 
@@ -204,7 +203,7 @@ def _imported_files() -> Iterator[tuple[str, Path]]:
     others = {*_STARTUP, *(module.__name__ for module in loaded_modules())}
     for name, module in list(sys.modules.items()):
         package = sys.modules.get(name.partition(".")[0], module)
-        # installed packages write modules, too, into caches: torch.compile its kernels
+        # installed packages write modules into caches, too, as torch.compile does its kernels
         if name not in others and _is_users(module) and (_file(package) is None or _is_users(package)):
             yield name, Path(str(_file(module))).resolve()
 

@@ -53,7 +53,7 @@ class Task:
         variants: names of architectures that `build_model` takes; the first is trained unless a config says otherwise.
         freeze: names of modules and parameters that a config may leave untrained, each a choice (several with `+` between
             them); None to find leading parts of the model.
-        eval: a search is to find the batch size for evaluation too.
+        eval: whether a search is to find the batch size for evaluation too.
         name: short name, used for the study.
         warnings: what the user should know about how the task was made; told with the answer.
         origin: where `load_task` found it; not for users to set.
@@ -110,22 +110,22 @@ class Task:
 
         Args:
             model: in any state, on any device.
-            loader: its dataset, `collate_fn` and batch size are the task's, and its options the baseline's. In a launched script it is
-                one process's.
-            loss: of the model's output and the last element of a batch; None for the default losses.
-            optimizer: of the model's parameters, whatever its state; None for AdamW.
-            **fields: of `Task`, in place of those that follow from the above: `training_step` for another step than that.
+            loader: its dataset, `collate_fn` and batch size are the task's, and its options the baseline's. In a launched
+                script it is one process's.
+            loss: a function of the model's output and the last element of a batch; None for the default losses.
+            optimizer: one over the model's parameters, whatever its state; None for AdamW.
+            **fields: fields of `Task`, in place of those that follow from the above: `training_step`, say, for another step.
 
         Raises:
-            TaskError: one of them cannot be taken, with the reason.
+            TaskError: one of these cannot be used; the message says why.
         """
         task: Task = given("task_of_loop")(model, loader, loss, optimizer, **fields)
         return task
 
     def with_other_models(self, **changes: Any) -> Task:
-        """The same task on the same data whose models are others, by another `build_model` or other `variants`.
+        """The same task on the same data with other models, by another `build_model` or other `variants`.
 
-        It counts as coming from the same source: a config says what of it is trained.
+        It counts as coming from the same source: a config says which of the models is trained.
         """
         origin = self.origin and replace(self.origin, loaded={**self.origin.loaded, **changes})
         if (data := self._lightning_data) is not None and "build_model" in changes:
@@ -136,7 +136,7 @@ class Task:
         return self._with_same_data(origin=origin, **changes)
 
     def on_evaluation_data(self) -> Task:
-        """The same task with any batch, trained on what it is evaluated on: its sessions show what evaluating takes."""
+        """The same task without a global batch, trained on what it is evaluated on: its sessions show what evaluating takes."""
         if self._evaluates_on is not None:
             function, collate_fn = self._evaluates_on
             return replace(self, global_batch=None, make_batch=None, train_dataset=function, collate_fn=collate_fn)
@@ -149,7 +149,7 @@ class Task:
 
     @property
     def _evaluates_on(self) -> tuple[Callable[[], Any], Callable[[list[Any]], Any] | None] | None:
-        """What returns the set to evaluate on, and what makes its batches; None where no other than that of training is known."""
+        """The functions that return the set to evaluate on and make its batches; None where only the training set is known."""
         if self.eval_dataset is not None:
             return self.eval_dataset, self.eval_collate_fn or self.collate_fn
         data = self._lightning_data
@@ -198,7 +198,7 @@ class Task:
         return model.train()
 
     def optimizer(self, model: torch.nn.Module) -> Any:
-        """The user's optimizer for `model`, or AdamW over what requires a gradient. For a `train_step` all that
+        """The user's optimizer for `model`, or AdamW over what requires a gradient; for a `train_step`, whatever
         `configure_optimizers` returned.
 
         Raises:
@@ -280,7 +280,7 @@ class Task:
         """What evaluation finds of a batch that is on the model's device: scalars by name, `loss` where there is one alone.
 
         Raises:
-            TaskError: it is not a scalar or a dict of them, or there is no loss to evaluate with.
+            TaskError: `eval_step` returned neither a scalar nor a dict of scalars, or there is no loss to evaluate with.
         """
         if self.eval_step is None:
             if self.takes_whole_steps:
@@ -399,7 +399,7 @@ class Task:
         return known.dataset
 
     def evaluation_set(self) -> Any | None:
-        """What to evaluate on, built anew; None where no other set than that of training is known."""
+        """The set to evaluate on, built anew; None where only the training set is known."""
         return None if self._evaluates_on is None else samples.check_dataset(self._evaluates_on[0](), "eval_dataset")
 
     def loader_batch_size(self) -> int | None:
@@ -433,7 +433,7 @@ class Task:
         _KNOWN.setdefault(self, _Known()).widest = tuple(positions)
 
     def _known(self) -> _Known:
-        """Facts that a built model tells. Where one has to be built for them, nobody's random numbers change."""
+        """Facts that only a built model tells. Building one for them leaves all random states as they were."""
         known = _KNOWN.setdefault(self, _Known())
         if known.last_model is None:
             with keep_randomness(torch.device("cpu")):

@@ -14,7 +14,7 @@ from autotune.lazy import torch
 
 
 class SilentLogger:
-    """A logger, and its `experiment`, that keeps nothing. It reads tensors as TensorBoard does, which cannot take all dtypes."""
+    """A logger, and its `experiment`, that keeps nothing. It reads tensors as TensorBoard does, and fails on dtypes that fail there."""
 
     def __getattr__(self, name: str) -> SilentLogger:
         if name.startswith("__"):
@@ -39,7 +39,7 @@ class SilentLogger:
     def __call__(self, *args: Any, **kwargs: Any) -> SilentLogger:
         """Do nothing with the arguments."""
         for value in (*args, *kwargs.values()):
-            if type(value) in (torch.Tensor, torch.nn.Parameter):  # one that is traced has no values
+            if type(value) in (torch.Tensor, torch.nn.Parameter):  # no traced one (of another type): it has no values
                 _read(value)
         return self
 
@@ -53,10 +53,10 @@ def _read(tensor: torch.Tensor) -> None:
 
 @dataclass(eq=False)
 class TrainerStandIn:
-    """The attributes of `lightning.Trainer` that modules read, where nothing is validated. The defaults are a Trainer's own.
+    """The attributes of `lightning.Trainer` that modules read, as they are while it trains. The defaults are a Trainer's own.
 
     Attributes:
-        num_training_batches: of an epoch.
+        num_training_batches: micro batches of an epoch.
         estimated_stepping_batches: optimizer steps of the whole training; learning-rate schedules are made for as many.
         loggers: what `self.logger` and `self.loggers` are.
         num_batches: micro batches trained on so far.
@@ -120,7 +120,7 @@ class TrainerStandIn:
         module.optimizers, module.lr_schedulers = self._optimizers, self._lr_schedulers
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a module has no optimizer: copying it would copy the optimizer's state."""
+        """The state without optimizers: a module's copy has none, as copying one would copy its state."""
         return {**self.__dict__, "optimizers": (), "lr_schedulers": ()}
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:

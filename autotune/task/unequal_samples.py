@@ -1,7 +1,7 @@
 """How the samples of a training set differ: how long they are, and which are unlike all others.
 
-Batches padded to their longest sample get wider as they get larger. A sample unlike all others is looked for where training failed
-by what it was given.
+Batches padded to their longest sample get wider as they get larger. A sample unlike all others is looked for where training
+failed, as the sample may be the cause.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from autotune.task.task import Task
 from autotune.task.usercode import describe, element_type, shape
 from autotune.units import plural
 
-MAX_SAMPLING_S = 1.0  # of lengths
+MAX_SAMPLING_S = 1.0  # for the lengths of samples
 NUM_SAMPLED = 2048
 MIN_SAMPLES = 64  # fewer do not show how unequal the others are
 NUM_QUANTILES = 256
 PADDED = 0.95  # share of the fully padded size that a padded batch has at least
 MAX_SEARCH_S = 5.0  # for odd samples
-MAX_SHARE = 0.1  # of the samples looked at that differ; where more do, unequal samples are this set's nature
+MAX_SHARE = 0.1  # of the samples looked at that may differ; where more do, unequal samples are this set's nature
 MIN_LOOKED_AT = 8  # fewer tell nothing about what is usual
 MAX_LOOKED_AT = 10_000
 _ADVICE = "correct it, or leave it out of the dataset"
@@ -39,7 +39,7 @@ _ADVICE = "correct it, or leave it out of the dataset"
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Elements that a sample has in a batch of its own: equally likely quantiles, in increasing order."""
+    """How many elements a sample has in a batch of its own: equally likely quantiles, in increasing order."""
 
     quantiles: tuple[int, ...]
 
@@ -53,7 +53,7 @@ class LengthDistribution:
 
 
 def sample_lengths(task: Task) -> LengthDistribution | None:
-    """Sample lengths of the task's training set, each sample put through the collate function alone, within 1 s.
+    """Sample lengths of the task's training set, for which each sample is collated alone, within about 1 s.
 
     Returns:
         None without a training set of known size, where samples are too slow to look at, where a single sample makes no
@@ -94,12 +94,13 @@ def sample_lengths(task: Task) -> LengthDistribution | None:
 def odd_sample(task: Task, raises: Callable[[Any], bool] | None = None, *, nonfinite: bool = False) -> str:
     """Which sample is unlike the others, what is usual, and what to do; empty where none stands out.
 
-    Looked at are, in this order: whether a sample can be read, its types, its shapes, with `nonfinite` its values, and whether
-    it fails alone. The first difference that few samples have is told. Reading samples ends after 5 s, and so does training on them.
+    It looks, in this order, at whether a sample can be read, its types, its shapes, with `nonfinite` its values, and whether it
+    fails alone, and tells the first difference that few samples have. Reading samples ends after 5 s, and so does training on
+    them.
 
     Args:
-        raises: whether the training step of a sample alone raises what was seen; None to leave that out.
-        nonfinite: nan or inf is what was seen.
+        raises: tells whether a training step on one sample alone raises the error that was seen; None to leave that out.
+        nonfinite: whether nan or inf is what was seen.
     """
     dataset = task.dataset()
     if dataset is None:
@@ -126,7 +127,7 @@ def odd_sample(task: Task, raises: Callable[[Any], bool] | None = None, *, nonfi
     if not odd:
         return ""
     return (
-        f"{_named(odd)}, {words[odd[0]]}, fails so by itself, and {plural(len(usual), 'other')} looked at "
+        f"{_named(odd)}, {words[odd[0]]}, fails like this by itself, and {plural(len(usual), 'other')} looked at "
         f"{'does' if len(usual) == 1 else 'do'} not; {_ADVICE}"
     )
 
@@ -147,7 +148,7 @@ def _in_time(dataset: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _few(looks: Mapping[int, Any]) -> tuple[list[int], list[int]]:
-    """Positions of those that differ from most, and of those others; none where they are not few."""
+    """Positions of the few that differ from most, and of most; none of the former where these are not few."""
     by_look: dict[Any, list[int]] = {}
     for position, look in looks.items():
         by_look.setdefault(look, []).append(position)
@@ -191,7 +192,7 @@ def _is_nonfinite(sample: Any) -> bool:
     for part in leaves(sample):
         if isinstance(part, float) and not math.isfinite(part):
             return True
-        with contextlib.suppress(Exception):  # what is no array
+        with contextlib.suppress(Exception):  # other values are passed over
             values = part if isinstance(part, torch.Tensor) else torch.from_numpy(part)
             if not torch.isfinite(values).all():
                 return True

@@ -1,6 +1,6 @@
-"""What users are told of their own code: its exceptions as one paragraph and their own frames, its values in words.
+"""What users are told of their own code: its exceptions as one paragraph with the frames of their files; its values in words.
 
-A value is described by types, element types and shapes, never by contents.
+A value is described by types, element types and shapes; of a tensor the contents are never told.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from autotune.errors import AutotuneError, TaskError
 from autotune.lazy import torch
 
-_PASS_ON = ("__torch_function__", "__torch_dispatch__")  # of the modes around the user's operators
-_MAX_TEXT = 400  # characters of an exception's own text in a message; the frames hold it whole
+_PASS_ON = ("__torch_function__", "__torch_dispatch__")  # of torch's modes, which the user's operators pass through
+_MAX_TEXT = 400  # characters of an exception's own text in a message; the traceback beside it has the whole text
 _ALLOCATION_FAILURES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -29,7 +29,7 @@ _ALLOCATION_FAILURES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-_MAX_ITEMS = 6
+_MAX_ITEMS = 6  # of a collection that is described
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def user_code(what: str, next_step: str = "correct it there and run again") -> I
         if isinstance(error, SyntaxError):
             next_step = "correct that line and run again"
         if isinstance(error, ModuleNotFoundError) and error.name:
-            next_step = f"install {error.name} into this environment ({sys.executable}), or put it beside the file"
+            next_step = f"install {error.name} into this environment ({sys.executable}), or put it beside your model file or script"
         raise TaskError(f"{what} {_happened(error)}; {next_step}", frames=user_frames(error)) from error
 
 
@@ -71,7 +71,7 @@ def is_allocation_failure(error: BaseException) -> bool:
 
 
 def user_frames(error: BaseException) -> str:
-    """The traceback of `error`, causes included, without the frames of Python, installed packages and this package."""
+    """The traceback of `error` and its causes, without the frames of Python, installed packages and this package."""
     whole = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = whole
     while link is not None:
@@ -85,8 +85,8 @@ def user_frames(error: BaseException) -> str:
 def arose_in_autotune(error: BaseException) -> bool:
     """Whether the line that raised `error` is this package's, and not the user's or that of a library the user called.
 
-    A full disk and the like, and an error that the package raises for the user to read, do not count. Nor does what torch raises
-    in an operator of the user's that the package only passes on.
+    A full disk and the like, and an error that the package raises for the user to read, do not count. Nor does an error that
+    torch raises in an operator of the user's, where this package merely forwarded the call.
     """
     if not isinstance(error, Exception) or isinstance(error, AutotuneError | OSError):
         return False

@@ -1,6 +1,7 @@
 """How long a search and its probes may take, on the runner's clock.
 
-A running probe is given up once it can become neither the answer nor a point of the front. Its outcome is then a bound.
+A running probe is given up once it can become neither the answer nor a point of the Pareto front of memory and speed. Its
+outcome is then a bound.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from autotune.units import format_seconds, plural
 
 MIN_TIMEOUT_S = 20.0
 CHECK_SHARE = 0.1  # of the budget: kept for the answer's check before any check was made
-OVERRUN = 1.05  # times the budget that a search may take
+OVERRUN = 1.05  # times the budget: the most that a search may take
 TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 FIRST_TIMEOUT_SHARE = 0.4  # of the budget: for a probe before anything is known
 UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
 SLOWEST_TIMED = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
-UNDO_SHARE = 0.15  # of the time that exploring and play-off share, at most, to tell what the answer's changes do
+UNDO_SHARE = 0.15  # of the time that exploring and play-off share: kept at most for undoing changes of the best config
 END_SHARE = 0.03  # of the budget: after the last probe the answer is put together and written
 RECENT = 8  # probes that tell how long the next one takes
 
 MOST_FINALISTS = 3
 WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
 FEWEST_ROUNDS = 2  # without a second round there is no interval between processes
-LEAST_ROUND = 3  # processes: of the baseline, of the best so far and of who comes in
-MAX_SHARE = 0.4  # of the time that exploring and play-off share
+LEAST_ROUND = 3  # processes of a round: the baseline, the best so far and a newcomer
+MAX_SHARE = 0.4  # of the time that exploring and play-off share: kept at most for the rounds of the play-off
 
-FIRST_STEP_S = 2.0  # what a first step may take beyond the others, at the least
-PATIENCE = 2.0  # times what the best config takes for as many samples
+FIRST_STEP_S = 2.0  # a first step may take longer than others by this much, or more
+PATIENCE = 2.0  # times as long as the best config takes for as many samples
 LENIENCE = 6.0  # the same for what may enter the front, for the baseline, and for a config that has run before
-COMPILING_PATIENCE = 3.0  # the same for what is compiled before the first step, compared with what is expected
-LOST_SHARE = 0.1  # of the budget: what time-outs may take in one search, as far as the steps are short enough
-FEWEST_LOST_S = 2.0  # that a probe is waited for when they have
+COMPILING_PATIENCE = 3.0  # times the seconds that compiling before the first step is expected to take
+LOST_SHARE = 0.1  # of the budget: for time-outs; every probe gets time for its first steps, so long steps exceed it
+FEWEST_LOST_S = 2.0  # a probe's steps still get this long when time-outs have used up that share
 
 Front = tuple[tuple[float, float], ...]  # peak bytes and samples/s
 
@@ -56,15 +57,15 @@ class Budget:
         now_s: reads the runner's clock; in a replay it shows the recorded seconds.
         started_s: when the user began to wait, on that clock.
         num_trials: largest number of probes outside the play-off; None for no limit.
-        begins: is told of each purpose outside the probes when `split` begins to count it.
+        begins: called with the purpose's name when `split` begins to count the time of one.
         spent_s: seconds by purpose (`split` adds to it).
         lost_s: seconds of probes that ended as a time-out, ended early or killed.
         first_probe_s: seconds from the start to the first probe; None before it.
         shared_from_s: when exploring and the play-off began to share the rest of the time, in seconds from the start.
         keeps_checks: whether time is kept for comparing the finalists with plain fp32.
-        kept_probes: for as many probes time is kept, to undo changes of the best.
-        check_s: how long the longest comparison has taken, which the next will take again.
-        evaluation_s: for what comes after the answer, beyond `budget_s`: finding the batch size for evaluation.
+        kept_probes: number of probes for which time is kept, to undo single changes of the best config.
+        check_s: how long the longest comparison with plain fp32 has taken; the next is taken to need as long.
+        evaluation_s: time for finding the batch size for evaluation, which follows the answer; `budget_s` is without it.
     """
 
     budget_s: float
@@ -98,19 +99,19 @@ class Budget:
         return OVERRUN * self.budget_s
 
     def left_s(self, *, has_answer: bool) -> float:
-        """Seconds until a running probe is cut short: one time-out beyond the budget as long as nothing is feasible."""
+        """Seconds until a running probe is cut short. As long as nothing is feasible, it may exceed the budget by one time-out."""
         if not has_answer:
             return self.budget_s + self.first_timeout_s - self.elapsed_s
         return self.latest_s - max(self._kept_for_checks_s, END_SHARE * self.budget_s) - self.elapsed_s
 
     @property
     def free_s(self) -> float:
-        """Seconds for more probes: until the answer must be checked."""
+        """Seconds for more probes, until the answer must be checked."""
         return self.budget_s - self._kept_for_checks_s - self.elapsed_s
 
     @property
     def _kept_for_checks_s(self) -> float:
-        """The first comparison may take as long as the inspection."""
+        """Seconds kept for comparing: as long as the longest took; before the first, as long as the inspection, within a share."""
         if not self.keeps_checks:
             return 0.0
         return self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
@@ -150,7 +151,7 @@ class Budget:
         return settings.replace(timeout_s=timeout_s)
 
     def allows_a_probe(self, history: History) -> bool:
-        """Whether there is time for another probe before the play-off. No time is reserved while no config is feasible."""
+        """Whether there is time for another probe before the play-off. While no config is feasible, none is kept for a play-off."""
         num_begun = len(history.searched) - history.num_resumed + len(history.running)
         if self.num_trials is not None and num_begun >= self.num_trials:
             return False
@@ -159,8 +160,9 @@ class Budget:
     def setup_left_s(self, history: History) -> float:
         """Seconds that another probe before the play-off may take for what only some configs need, such as compiling.
 
-        Nothing is kept for a play-off as long as the baseline alone could take part in it. Else the rounds wanted are, up to a
-        share of the time, and at least one with whoever is found last: who cannot play any more is found in vain.
+        Nothing is kept for a play-off as long as the baseline alone could take part in it. Otherwise time is kept for the wanted
+        rounds, up to a share, and at least for one round with a config found last: one that has no time left to play was found
+        in vain.
         """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
@@ -184,7 +186,7 @@ class Budget:
         return max(1, min(2, fewest), min(MOST_FINALISTS, wanted))
 
     def allows_a_round(self, round_s: float, number: int) -> bool:
-        """Whether there is time for a round of the play-off. Without the first there is no confirmed answer."""
+        """Whether there is time for a round. The first may use the overrun too: without it there is no confirmed answer."""
         return round_s < (self.free_s if number else self.left_s(has_answer=True))
 
     def expected_probe_s(self, history: History) -> float:
@@ -214,16 +216,17 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long one probe may take for what it has done.
+    """How long a probe may have run, given how far it has come.
 
     Attributes:
-        batch_size: samples of a micro step; `num_first` micro steps are the first that it reports.
-        step_s: seconds of a micro step and an update of what it is compared with; infinite where nothing is known.
-        factor: so many times that is waited.
+        batch_size: samples of a micro step.
+        num_first: the first micro steps, which the probe reports only together.
+        step_s: seconds that what it is compared with takes for a micro step plus the update; infinite where nothing is known.
+        factor: how many times `step_s` is waited.
         begin_s: for set-up and for what only a first step does (compiling, say).
         warmup_s: for what other probes needed before they could be timed; granted once a micro step is done.
-        most_s: for the first steps, or one later; at least so long that what is ended is shown to be slower.
-        front: of what was measured.
+        most_s: longest wait for the first steps, or for any later one; never so short that what is ended may be the faster one.
+        front: the Pareto front of what was measured.
     """
 
     batch_size: int
@@ -243,10 +246,7 @@ class Patience:
         return self._begun_s(progress) + factor * done * self.step_s + min(self.most_s, factor * self.step_s)
 
     def bound(self, progress: Progress, elapsed_s: float) -> Bound | None:
-        """What is known of a config whose probe ends here: the micro step that is not done has taken all of its time.
-
-        None where it was still compiled.
-        """
+        """What is known of a config whose probe ends here, taking the unfinished micro step to end now. None while it compiles."""
         if progress.stage == COMPILING:
             return None
         num_micro = progress.num_micro_steps + (1 if progress.num_micro_steps else self.num_first)
@@ -261,7 +261,7 @@ class Patience:
         )
         if progress.stage == COMPILING:
             return f"ended while it was compiled, after {format_seconds(elapsed_s)}"
-        known = f", where the best takes {format_seconds(self.num_first * self.step_s)} a step"
+        known = f", where {format_seconds(self.step_s)} a micro step were expected"
         return f"ended {done} in {format_seconds(elapsed_s)}{known if self.step_s < math.inf else ''}"
 
     def _begun_s(self, progress: Progress) -> float:
@@ -275,15 +275,15 @@ class Patience:
 def patience_for(
     proposal: Proposal, history: History, budget: Budget, inspection: Inspection, slowest_start: float = 1.0
 ) -> Patience:
-    """How long a proposal's probe may take. `slowest_start` is as of `Runner`.
+    """How long a proposal's probe may take. For `slowest_start` see `Runner`.
 
-    What is searched is compared with the best so far. The play-off's configs are compared with what they did before, and
-    the baseline, like everything as long as nothing has run, with the inspection's step of a few samples, which was cold.
+    What is searched is compared with the best so far, a config of the play-off with what it did before. The baseline is
+    compared with the inspection's step of a few samples, which was cold; so is everything else as long as nothing is feasible.
     """
     config = proposal.config
     samples = config.batch_size * inspection.known_world.data_parallel  # of a micro step of all processes
     setup_s = history.setup_s(config)
-    ran = [  # what takes longer to prepare (to compile, say) tells nothing of this one's first step
+    ran = [  # a config that takes longer to prepare (to compile, say) tells nothing of this one's first step
         (known, outcome.measurement, outcome)
         for known, outcome in history.known.items()
         if outcome.measurement and history.setup_s(known) <= setup_s
@@ -296,7 +296,7 @@ def patience_for(
         found = compared.measurement
         step_s = samples / found.samples_per_s + found.phases_s.get("optimizer", 0.0)
         factor = LENIENCE if proposal.stage == PLAY_OFF else PATIENCE
-    larger = [max(1.0, config.batch_size / known.batch_size) for known, _, _ in ran]  # more samples are made, too
+    larger = [max(1.0, config.batch_size / known.batch_size) for known, _, _ in ran]  # more samples take longer to make
     set_up_s = max(
         (grown * (o.running_s - o.spent_training_s) for grown, (_, _, o) in zip(larger, ran, strict=True)),
         default=budget.spent_s.get("inspection", 0.0),

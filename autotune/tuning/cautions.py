@@ -29,10 +29,10 @@ class Answer:
     """An answer and what is known of it.
 
     Attributes:
-        compared: its comparison with plain fp32; None where there was none.
-        unchecked: why it was not compared; empty where it was.
+        compared: the answer's comparison with plain fp32; None where there was none.
+        unchecked: why the answer was not compared; empty where it was.
         standing: how the play-off ended; None where no round was completed.
-        outcomes: the processes behind its figures.
+        outcomes: the processes behind the answer's figures.
         baseline: the figures of the baseline; None where it did not run.
     """
 
@@ -78,13 +78,13 @@ def _baseline_unsaid(answer: Answer) -> Iterator[str]:
         return
     of_command = bool(search.runner.command(answer.config))
     if search.runner.stated.baseline:
-        unsaid, today = "the baseline names no batch_size", "what it names"
+        unsaid, today = "the baseline names no batch_size", "its other settings"
     elif of_command:
-        unsaid, today = "no --baseline is given", "the first choices"
+        unsaid, today = "no --baseline is given", "the first choice of each setting"
     else:
         unsaid, today = "the model file sets no BASELINE", "plain fp32"
     yield (
-        f"{unsaid}, so the gain is over {today} with batch {search.history.space.baseline.batch_size}; "
+        f"{unsaid}, so the gain is over {today} at batch size {search.history.space.baseline.batch_size}; "
         f"{'give --baseline batch_size=N' if of_command else 'set BASELINE to what you run today'} for a meaningful gain"
     )
 
@@ -105,16 +105,16 @@ def _notes_of_techniques(answer: Answer) -> Iterator[str]:
 
 def _growing_memory(answer: Answer) -> Iterator[str]:
     growths = [o.measurement.growth_bytes_per_step for o in answer.outcomes if o.measurement]
-    growth = median(growths) if growths else 0.0  # an allocator's unrest may look like a leak in one process
+    growth = median(growths) if growths else 0.0  # in one process the allocator's ups and downs may look like a leak
     if growth <= 0:
         return
     kept = next(filter(None, (o.measurement.kept for o in answer.outcomes if o.measurement)), "")
     yield f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: " + (
-        f"the training code keeps of every micro batch {kept}. A long run will run out of memory"
+        f"from every micro batch the training code keeps {kept}. A long run will run out of memory"
         if kept
-        else "no tensors were found that the training code keeps. Libraries keep something for each new shape of a "
-        "batch, which ends once all were met; if `autotune verify` with many --steps tells of growth too, a long run "
-        "will run out of memory"
+        else "no tensors were found that the training code keeps. Libraries may cache something for each new batch shape; "
+        "that growth ends once every shape has occurred. If `autotune verify` with many --steps reports growth too, a long "
+        "run will run out of memory"
     )
 
 
@@ -129,12 +129,13 @@ def _never_ran(answer: Answer) -> Iterator[str]:
         *_, last = failed
         log = f"; {last.log} holds what it printed" if last.log else ""
         yield f"{named} failed each time it was run ({plural(len(failed), 'probe')}): {last.cause}{log}"
-    if answer.config != history.space.baseline and (never := _asked_and_never_run(answer)):  # else the verdict says it
+    # where the answer is the baseline, the verdict says so already
+    if answer.config != history.space.baseline and (never := _asked_and_never_run(answer)):
         yield f"never run, though you asked for it: {', '.join(never)}; a larger --budget leaves time for it"
 
 
 def _asked_and_never_run(answer: Answer) -> list[str]:
-    """The choices of a command, and of techniques that were included, that no probe has run and that may make a difference."""
+    """What was asked for (all choices of a command, those of included techniques), may make a difference, and was never run."""
     search = answer.search
     asked = search.history.space.techniques.keys() if search.runner.command(answer.config) else search.options.include
     return [f"{name}={choice}" for (name, choice), _ in search.untried().left(search.history) if name in asked]
@@ -154,7 +155,7 @@ def _disturbed(answer: Answer) -> Iterator[str]:
     if throttled:
         reasons = " and ".join(sorted(text.removeprefix(THROTTLED) for text in throttled))
         device = answer.search.inspection.device.name
-        yield f"the clock of {device} was throttled ({reasons}); cooler, and with all its power, it trains faster"
+        yield f"the clock of {device} was throttled ({reasons}); better cooling or its full power supply makes it faster"
     if disturbed - throttled or find_excused(history.trials):
         yield "other work disturbed the machine; a quiet one gives narrower intervals"
 
@@ -173,9 +174,9 @@ def _crowded(answer: Answer) -> Iterator[str]:
     search = answer.search
     if crowded := sum(trial.outcome.crowded for trial in search.history.trials):
         yield (
-            f"{plural(crowded, 'probe')} found memory taken by other processes that was free when the search began, so "
-            f"larger configs may fit than were tried; search again on a free {search.inspection.device.name}, or leave "
-            "the others their memory with --memory-limit"
+            f"{plural(crowded, 'probe')} found that other processes had taken memory since the search began, so larger "
+            f"configs may fit than were tried; search again on a free {search.inspection.device.name}, or set "
+            "--memory-limit to what the others leave free"
         )
 
 

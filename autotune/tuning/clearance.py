@@ -1,8 +1,8 @@
 """Which configs may be recommended: those that were compared with plain fp32 on the user's own model, and passed.
 
-What the user runs today is the measure, and is not compared. Loss and gradients of everything else are: its exact changes
-together, held to the bound of exact techniques, and all of its changes. A config that failed, whose comparison did not finish,
-or of which the comparison tells nothing takes no part in the play-off and is no answer.
+The baseline is what the user runs today, and is not compared. Of every other config, loss and gradients are compared: first with
+its exact changes alone, held to the bound of exact techniques, then with all its changes. A config that does not pass, or whose
+comparison does not finish or tells nothing, takes no part in the play-off and is no answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Finding:
         check: the comparison; None where it did not finish, or could not be made.
         reason: why the changes did not pass; where they did, what else is to be said of the comparison.
         remedy: how to get them compared; empty where there is no way.
-        has_finished: the comparison came to an end of its own, be it an error; another one would end likewise.
+        has_finished: the comparison ended by itself, even if in an error; another one would end the same.
         comparable: whether the runner sees gradients at all. Where it does not, nothing is held against a config.
     """
 
@@ -96,7 +96,7 @@ class Clearance:
         return all(changes in self._found and self._found[changes].clears for changes in self._parts(config))
 
     def of_answer(self, config: Config) -> Finding | None:
-        """What was found of all changes of a config together; None where it makes none to compare, or none was."""
+        """What was found of all changes of a config together; None where it has none to compare, or they were not compared."""
         return self._found.get(self._compared(config))
 
     def _parts(self, config: Config) -> Iterator[Changes]:
@@ -116,7 +116,7 @@ class Clearance:
         )
 
     def _compared(self, config: Config) -> Changes:
-        """The changes of a config that a comparison can see, and that nobody asked for as another training."""
+        """The changes of a config that a comparison can see, without what the user asked for though it trains otherwise."""
         asked = config.accumulation_steps in self._search.inspection.batch.optional_accumulation_steps
         return frozenset(
             (name, choice)
@@ -193,7 +193,7 @@ class Clearance:
         settings = search.settings.replace(timeout_s=min(timeout_s + search.history.setup_s(config), left_s))
         small = not search.inspection.facts.has_batchnorm  # statistics of a few samples make any rounding look large
         size = CHECK_BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
-        # fewer may be an error, and more not fit
+        # fewer samples may be an error, and more may not fit
         if search.inspection.step_samples > CHECK_BATCH_SIZE or (search.inspection.shortage and small):
             size = search.inspection.step_samples
 

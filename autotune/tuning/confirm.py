@@ -24,10 +24,10 @@ from autotune.units import plural
 
 PLAY_OFF_INTERVAL = 0.01
 SURE_TO_FIT = 0.97  # of the usable memory: peaks of single processes differ by a few per cent
-SAFE = 0.9  # of it: who comes in for one that failed must not fail likewise
-NEAR_BEST = 0.93  # single processes differ by this much on a busy machine; who is this near the best may be the best
-AS_GOOD = 0.98  # of the best's merit: one process of each cannot tell them apart
-MAY_WIN_Z = 1.2816  # standard deviations below the leader; they leave the chance of 10 % that is worth a place
+SAFE = 0.9  # of the usable memory: a substitute for a config that failed must not fail too
+NEAR_BEST = 0.93  # single processes differ by this much on a busy machine: a config this near the best may be the best
+AS_GOOD = 0.98  # of the best's merit: one process of each cannot tell such configs apart
+MAY_WIN_Z = 1.2816  # a config so many standard deviations below the leader has a chance of 10 % to win: worth a place
 BETTER = math.log(1.01)
 
 
@@ -37,7 +37,7 @@ def finalists_of(search: Search) -> list[Config]:
     ranked = _ranked(history, search.cost_model)
     near = near_the_best(ranked, history.objective)
     others = [config for config in near if config != history.space.baseline]
-    if not others:  # a baseline far ahead of the others is held against the best of them: it may have been lucky
+    if not others:  # the baseline is far ahead, perhaps by luck: the best of the others plays all the same
         others = [config for config in ranked if config != history.space.baseline][:1]
     if not others:
         return []
@@ -56,7 +56,7 @@ def confirm(
 
     Args:
         admit: whether a config may play.
-        share: of the time left, that it may take.
+        share: of the time left, that the play-off may take.
     """
     if search.play_off is None:
         search.play_off = _open_play_off(search)
@@ -70,7 +70,7 @@ def confirm(
     if num := len(play_off.playing):
         search.listener.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
     taken = (*playing, search.history.space.baseline)
-    waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # asked one by one
+    waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # lazily: to admit takes time
     keep_s = (1 - share) * max(0.0, search.budget.free_s)
     return play_off.play(
         lambda round_s, number: search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number),
@@ -94,7 +94,7 @@ def overtaken(search: Search, standing: Standing, admit: Callable[[Config], bool
         return False
     logs = {config: math.log(history.objective.merit(outcome)) for config, outcome in history.feasible.items()}
     others = (log for config, log in logs.items() if config != best)
-    bar = max(others, default=None)  # it is looked at for being the best
+    bar = max(others, default=None)  # it is looked at because it came out above all others: a selected figure
     searched = {
         config: Searched(log, bar if config == best else None, unrest(history.known[config]))
         for config, log in logs.items()
@@ -113,16 +113,16 @@ def _open_play_off(search: Search) -> PlayOff:
         interval=PLAY_OFF_INTERVAL,
         slowest_samples_per_s=0.0,
         min_timed_s=capabilities_of(search.inspection.device.name).settles_s,
-        phases=False,  # the search has split them
+        phases=False,  # the search's own probes have timed them
     )
 
-    slot = search.runner.slots()[0].name  # of all rounds: configs are compared in one place
+    slot = search.runner.slots()[0].name  # one for all rounds: configs are compared in one place
 
     def run(config: Config, number: int) -> Outcome | None:
         assert search.play_off is not None
         timed = settings.replace(max_timed_s=search.play_off.timed_s(settings.max_timed_s))
         trial = None
-        while trial is None and not search.interrupted() and search.left_s > 0:  # once more after a fault
+        while trial is None and not search.interrupted() and search.left_s > 0:  # again after a fault
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
             trial = search.probe(proposal, timed, slot)
         return trial.outcome if trial is not None else None
@@ -130,7 +130,7 @@ def _open_play_off(search: Search) -> PlayOff:
     def ended(number: int) -> None:
         search.store.keep(whole_rounds=(*search.store.facts.whole_rounds, number))
 
-    # the first: what was measured again was so because it was high
+    # only the first probe: later ones were repeated because an earlier one was high, so they are biased
     first = next((trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok), None)
     searched = Searched(math.log(history.objective.merit(first)), None, unrest(first)) if runs and first else None
     return PlayOff(
@@ -192,7 +192,7 @@ def _ranked(history: History, cost_model: CostModel) -> dict[Config, Outcome]:
 def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> list[Config]:
     """The feasible configs that may be the best, best first. Those that surely fit come before those that only just fitted.
 
-    Each group is compared with its own best. So safe configs play however fast a config is that only just fitted.
+    Each group is compared with its own best, so safe configs always play, even where one that only just fitted is much faster.
     """
     sure = {config: outcome for config, outcome in ranked.items() if _fits_within(SURE_TO_FIT, outcome, objective)}
     near: list[Config] = []
@@ -206,12 +206,12 @@ def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> lis
 def with_the_simplest(near: Mapping[Config, float], num: int, num_changes: Callable[[Config], int]) -> list[Config]:
     """As many of the configs near the best as can play: the best, then the one of fewest changes, then the others by rank.
 
-    They are within the noise of each other, so a technique more has to show in the play-off what it is for. Where one alone
-    can play, it is the one of fewest changes among those that are as good as the best.
+    These configs are within the noise of each other, so one with a technique more must prove in the play-off that it helps.
+    Where one alone can play, it is the one of fewest changes among those that are as good as the best.
 
     Args:
         near: each with its merit, best first.
-        num_changes: techniques that a config switches otherwise than the baseline.
+        num_changes: how many techniques a config switches otherwise than the baseline.
     """
     best = next(iter(near))
     among = near if num > 1 else [config for config, merit in near.items() if merit >= AS_GOOD * near[best]]
@@ -220,7 +220,10 @@ def with_the_simplest(near: Mapping[Config, float], num: int, num_changes: Calla
 
 
 def chosen(config: Config, others: Sequence[Config], num: int, merits: Mapping[Config, float]) -> Searched | None:
-    """What the search found of one of `num` finalists; None where its own figure is not what it was chosen for."""
+    """What the search found of one of `num` finalists.
+
+    None where it was chosen for another reason (fewest changes, say): its own figure is below the bar.
+    """
     log, rivals = math.log(merits[config]), sorted((math.log(merits[other]) for other in others), reverse=True)
     bars = [*(best + math.log(NEAR_BEST) for best in rivals[:1]), *rivals[num - 1 : num]]
     bar = max(bars, default=None)
@@ -241,6 +244,6 @@ def substitutes(ranked: Mapping[Config, Outcome], objective: Objective, taken: C
 
 
 def _fits_within(share: float, outcome: Outcome, objective: Objective) -> bool:
-    """Whether another process of a config will fit as well, if this one did."""
+    """Whether another process of a config will fit too, since this one took at most this share of the usable memory."""
     measured = outcome.measurement
     return measured is None or measured.peak_bytes <= share * objective.usable_bytes

@@ -15,8 +15,8 @@ from autotune.runners.jobs import AnatomyJob, JobFailed, ModulesJob
 from autotune.runners.runner import Runner
 from autotune.techniques import Techniques
 
-WORTH = 0.01  # of the peak: advice that saves less is none
-NOTABLE = 0.15  # of the peak: a part that a remark is made of
+WORTH = 0.01  # of the peak: what saves less is not worth advising
+NOTABLE = 0.15  # of the peak: a part this large gets a remark
 REMEDIED = 0.3  # of a part: what saves less of it is no remedy
 NUM_REMARKS = 4
 IN_FLIGHT = ("activations", "temporaries")
@@ -49,7 +49,7 @@ def dissect(
     Args:
         target: the kind of device to explain for.
         settings: of the measured run; None where the device is not there.
-        timeout_s: no config is traced after that, but for the first one, which may take as long again.
+        timeout_s: seconds after which no further config is traced; the first one may take twice as long.
     """
     started_s = runner.now_s()
     alternatives, unpredicted = _alternatives(inspection, config, runner.techniques)
@@ -140,7 +140,7 @@ def _measure(
 def _alternatives(
     inspection: Inspection, config: Config, techniques: Techniques
 ) -> tuple[list[_Alternative], dict[str, str]]:
-    """Half the micro batch, and one choice of each technique that shapes memory (each choice, where they are on no scale)."""
+    """Half the micro batch, and one choice of each technique that shapes memory; all its choices, where they have no order."""
     found, unpredicted = [*_half_batch(inspection, config)], {}
     for name, technique in techniques.items():
         support = inspection.support_of(name)
@@ -211,7 +211,7 @@ def _remarks(memory: Anatomy, anatomies: Mapping[str, Anatomy], advice: Sequence
         if held_bytes < NOTABLE * memory.peak_bytes:
             continue
         saved = {one.label: held_bytes - _held(anatomies[one.label], names, kinds) for one in advice}
-        # of what saves most of the part, what saves most in all
+        # the remedy that saves most of the part; on a tie, the one that saves most in all
         remedies = [o for o in advice if saved[o.label] >= REMEDIED * held_bytes and not o.changes_learning]
         best = max(remedies, key=lambda one: (saved[one.label], one.saves_bytes), default=None)
         found.append(
@@ -227,7 +227,7 @@ def _remarks(memory: Anatomy, anatomies: Mapping[str, Anatomy], advice: Sequence
 
 
 def _parts(memory: Anatomy) -> Iterator[tuple[str, Collection[str], Collection[str]]]:
-    """What may be large: a name in words, the modules and the kinds of storages that it is."""
+    """The parts that may be large, each as a name in words, its modules and its kinds of storages."""
     last = memory.last_layer
     if last:
         yield f"the results of the last layer `{last}` and of the loss", {last, LOSS}, IN_FLIGHT

@@ -22,9 +22,9 @@ class Entrant:
     Attributes:
         searched: what the search found of it, if that counts.
         wall_s: how long a process of it takes.
-        outcomes: by round.
+        outcomes: of its processes in the play-off, by round.
         failed: why it is out for good: it did not run through within the memory. Empty where it did.
-        lost_to: who is so much better that it is out, as long as that one runs through.
+        lost_to: the entrant that is so much better that this one is out, as long as that one runs through.
         probe: its process in the search.
     """
 
@@ -42,7 +42,7 @@ class Entrant:
         return bool(self.failed) or self.lost_to is not None
 
     def told_by(self) -> list[Outcome]:
-        """The processes whose figures are told: those of the play-off that nothing disturbed, else the search's, else all."""
+        """The processes whose figures are told: the undisturbed ones of the play-off, else of the search, else all of the play-off."""
         ran = [outcome for outcome in self.outcomes.values() if outcome.ok]
         return undisturbed(ran) or undisturbed([self.probe] if self.probe is not None else []) or ran
 
@@ -77,7 +77,7 @@ class Standing:
         gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
         speedup: the same for the throughput, which is the merit where the objective is the speed of a step.
         figures: of all who ran. Each speed lies within what its config measured, and `speedup` is a ratio of two of them.
-        num_rounds: those of earlier searches among them.
+        num_rounds: rounds that were played, those of earlier searches among them.
     """
 
     answer: Entrant | None

@@ -123,7 +123,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchEnded:
-    """The search has its answer, be it that an interrupt left it unconfirmed."""
+    """The search has its answer, even if an interrupt left it unconfirmed."""
 
     result: Result
 
@@ -179,7 +179,7 @@ class Interruption:
     """What asks a search to end.
 
     Attributes:
-        tell: is given the acknowledgement.
+        tell: called with a message for the user when the first signal was noted.
         is_ready: whether there is a search that can end after its running probe; before that a signal ends it at once.
     """
 
@@ -188,7 +188,7 @@ class Interruption:
     is_asked: bool = False
 
     def __call__(self) -> bool:
-        """Whether it was."""
+        """Whether the search was asked to end."""
         return self.is_asked
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:

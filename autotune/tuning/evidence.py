@@ -6,9 +6,9 @@ Bayesian Data Analysis, 3rd edition, section 14.2), with the degrees of freedom 
 work disturbed has a variance of its own beside that, so it weighs little where others tell more (weighted least squares,
 section 14.7 there).
 
-The play-off's estimate of a gain weighs everything that is known, so by itself it may be more than any process showed. What
-is told of those who played is the nearest to it that processes did measure: each speed lies within those of its config, and a
-gain is the ratio of two of them.
+The play-off's estimate of a gain weighs everything that is known, so by itself it may be more than any process showed. Users
+are told the nearest to that estimate which was measured: each speed lies within those of its config's processes, and a gain is
+the ratio of two such speeds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Key = Hashable
 Cell = tuple[Key, int]  # a config in a round
 Range = tuple[float, float]  # least and most
 
-PRIOR_STD = 0.1  # between equal processes, before any pair was seen,
-PRIOR_DF = 2.0  # which weighs as much as two pairs
+PRIOR_STD = 0.1  # between equal processes, before any pair was seen
+PRIOR_DF = 2.0  # degrees of freedom of that prior: it weighs as much as two pairs
 LEAST_STD = 1e-4  # of what seems to have no noise, such as memory
 SEARCH_DF = 4.0  # of a pair of the search's figures: now and then the machine changes between them
 NORMALS, SPREADS = 160, 48  # quantiles that stand for a distribution
@@ -79,8 +79,8 @@ class Evidence:
 
     Args:
         logs: logarithms of each config by round of the play-off; a config may have missed any of them.
-        searched: what the search had found of them, and of configs that have not played. What was disturbed counts only
-            beside those that have not played.
+        searched: what the search had found of them, and of configs that have not played. A disturbed figure counts only where
+            one of the two compared has not played.
         unrest: standard deviation of what disturbances add, by config and round; what is not named was not disturbed.
     """
 
@@ -102,12 +102,12 @@ class Evidence:
 
     @cached_property
     def levels(self) -> dict[Key, float]:
-        """The logarithm of each config, the mood of the machine in each round taken out."""
+        """The level of each config: its mean logarithm, with the mood of the machine in each round taken out."""
         return dict(zip(self._logs, self._played(self.std).levels.tolist(), strict=True))
 
     @cached_property
     def std(self) -> float:
-        """Between equal processes that nothing disturbed, from all pairs."""
+        """The standard deviation between equal processes that nothing disturbed, from all pairs."""
         return self._spread(self._searched)[0]
 
     def _played(self, std: float) -> _Fit:
@@ -124,9 +124,9 @@ class Evidence:
     def difference(self, a: Key, b: Key) -> Distribution:
         """What is known of log `a` - log `b`.
 
-        The search's figures count as well. That of a config that plays because its figure was high counts with the
-        likelihood of a figure above the bar, so that luck is not taken for speed (Zöllner and Pritchard, Overcoming the
-        winner's curse, American Journal of Human Genetics 80, 2007). Of a config that has not played it is all there is.
+        The search's figures count as well. A figure for whose height a config was chosen to play counts with the likelihood of a
+        figure above the bar, so that luck is not taken for speed (Zöllner and Pritchard, Overcoming the winner's curse,
+        American Journal of Human Genetics 80, 2007). For a config that has not played, the search's figure is all there is.
         """
         if not {a, b} <= self._logs.keys():
             return self._difference_in_the_search(a, b)
@@ -142,7 +142,7 @@ class Evidence:
         return Distribution(values, _likelihood(first, second, values, math.sqrt(2) * stds))
 
     def _difference_in_the_search(self, a: Key, b: Key) -> Distribution:
-        """`difference` where one has not played: the search counts as a round, whose mood those who played tell."""
+        """`difference` where one has not played: the search counts as a round, whose mood is known from those who played."""
         from scipy.special import log_ndtr
 
         unplayed = {key: self._all_searched[key] for key in (a, b) if key not in self._logs}
@@ -162,7 +162,7 @@ class Evidence:
     def _with_the_search(
         self, searched: Mapping[Key, Searched]
     ) -> tuple[dict[Key, dict[int, float]], dict[Cell, float]]:
-        """The play-off's figures and the search's, which count as one round more; and how far which were disturbed."""
+        """The play-off's figures and the search's, which count as one more round; and how far disturbances moved which of them."""
         found = {key: {SEARCH: seen.log} for key, seen in searched.items()}
         unrest = {(key, SEARCH): seen.unrest for key, seen in searched.items() if seen.unrest}
         logs = {key: {**self._logs.get(key, {}), **found.get(key, {})} for key in {**self._logs, **found}}
@@ -176,14 +176,14 @@ def _calm(logs: Mapping[Key, Mapping[int, float]], unrest: Mapping[Cell, float])
 
 
 def _weights(unrest: Mapping[Cell, float], std: float) -> dict[Cell, float]:
-    """Of what was disturbed: its variance over that between equal processes, inverted."""
+    """The weight of each disturbed figure: the variance between equal processes over the figure's own."""
     return {cell: std**2 / (std**2 + more**2) for cell, more in unrest.items()}
 
 
 def _likelihood(first: Searched, second: Searched, difference: Array, std: Array) -> Array:
-    """Of two figures of the search, given the true difference: each had to be above its bar.
+    """The likelihood of two figures of the search, given the true difference and that each had to be above its bar.
 
-    They were not taken at one time, so they may be far off: Student's distribution makes little of such a pair.
+    They were taken at different times, so they may be far off: Student's distribution makes little of such a pair.
     """
     from scipy.special import stdtr
 
@@ -202,7 +202,7 @@ class _Fit:
 
     Attributes:
         covariance: of the levels, in units of the variance between equal processes that nothing disturbed.
-        squares: what is left over, with its degrees of freedom `df`.
+        squares: the sum of squares that is left over, with its degrees of freedom `df`.
     """
 
     levels: Array
@@ -244,7 +244,7 @@ def _spread_of(logs: Mapping[Key, Mapping[int, float]]) -> tuple[float, float]:
 
 @lru_cache(maxsize=256)
 def _chi_squares(df: float) -> Array:
-    """Quantiles of equal weight."""
+    """Quantiles of the chi-squared distribution, of equal weight."""
     from scipy.special import chdtri  # scipy.stats takes a second to import
 
     return np.asarray(chdtri(df, (np.arange(SPREADS) + 0.5) / SPREADS))
@@ -252,7 +252,7 @@ def _chi_squares(df: float) -> Array:
 
 @lru_cache(maxsize=1)
 def _normals() -> Array:
-    """Quantiles of equal weight."""
+    """Quantiles of the normal distribution, of equal weight."""
     from scipy.special import ndtri
 
     return np.asarray(ndtri((np.arange(NORMALS) + 0.5) / NORMALS))

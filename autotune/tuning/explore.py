@@ -13,7 +13,7 @@ from autotune.tuning.state import Search
 from autotune.units import format_seconds, plural
 
 UNDONE = 2  # probes for which time is kept, to undo the changes that are predicted to matter most
-SAME_ERRORS = 3  # of unlike configs, when nothing has run, that end the search
+SAME_ERRORS = 3  # so many unlike configs that fail alike, when nothing has run, end the search
 
 
 def measure_baseline(search: Search) -> None:
@@ -108,7 +108,7 @@ def explore(search: Search, proposer: Proposer) -> None:
 def undo_changes(search: Search) -> None:
     """Probe the best config with one of its changes undone at a time, the one that is predicted to matter most first.
 
-    The time that was kept for that is released for it. A simpler config that comes near the best takes part in the play-off.
+    The time that was kept for these probes is released. A simpler config that comes near the best takes part in the play-off.
     """
     search.budget.kept_probes = 0
     explore(search, search.undo_changes())
@@ -165,7 +165,7 @@ def _note_traces(search: Search) -> None:
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
-    """End the search if nothing has run, and several configs that differ in more than the batch failed with this error.
+    """End the search if nothing has run, and several configs that differ in more than the batch failed with the same error.
 
     Raises:
         TaskError: the error, where it arose in the user's code.

@@ -42,7 +42,7 @@ def evaluation_of(search: Search, answer: Config) -> Evaluation | None:
         with search.budget.split("evaluation"):
             try:
                 unfinished = _try_sizes(search, answer, tried, keep)
-            except KeyboardInterrupt:  # the second one; what is known by now stays
+            except KeyboardInterrupt:  # a second Ctrl-C; what is known by now stays
                 unfinished = "interrupted"
     return _found(tried, unfinished) if tried or unfinished else None
 
@@ -74,7 +74,7 @@ def next_size(tried: Sequence[Evaluated], first: int, most: float) -> int | None
 
 
 def _try_sizes(search: Search, answer: Config, tried: Sequence[Evaluated], keep: Callable[[Evaluated], None]) -> str:
-    """Evaluate until enough is known. Returns why it ended before; empty where it did not."""
+    """Evaluate until enough is known. Returns why that ended early; empty where it did not."""
     budget, history, objective = search.budget, search.history, search.history.objective
     num_samples = min(search.inspection.step_samples, answer.batch_size)
     took_s = median(history.probe_wall_s)

@@ -23,12 +23,12 @@ from autotune.tuning.recommend import NothingFeasible
 from autotune.units import format_bytes, format_seconds, plural
 
 LARGER_HOST = "build and load less in the model file, or use a host with more memory"
-SETUP_SHARE = 0.1  # of the budget, that one config may be expected to take before its first step
-MOST_GAIN = 0.25  # of the time of a training, which a choice that compiles is taken to win back at the most
+SETUP_SHARE = 0.1  # of the budget: what one config may be expected to take before its first step
+MOST_GAIN = 0.25  # of a training's time: the most that a choice that compiles is assumed to save
 
 
 def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibration, str]:
-    """The calibration of the runner's device, and why there is none, or an empty text.
+    """The calibration of the runner's device, and the reason where there is none, else an empty text.
 
     Args:
         folder: of the study; calibrations of this machine are kept there.
@@ -50,10 +50,10 @@ def inspect(runner: Runner, job: InspectJob, timeout_s: float | None = None) -> 
     """The inspection of a task.
 
     Args:
-        timeout_s: as of `prediction_failed`.
+        timeout_s: what `--timeout` gave, for the message.
 
     Raises:
-        AutotuneError: it cannot be inspected. Without a memory limit nothing of it was to be trained.
+        AutotuneError: it cannot be inspected. A job without a memory limit is a prediction's, which trains nothing.
     """
     try:
         return runner.run(job)
@@ -64,8 +64,8 @@ def inspect(runner: Runner, job: InspectJob, timeout_s: float | None = None) -> 
 
 
 def inspect_within(runner: Runner, job: InspectJob) -> Inspection:
-    """The inspection within a limit. Where plain training, or the model alone, does not fit, it is asked in all that is free:
-    to try a technique takes as much as plain training does.
+    """The inspection within a limit. Where plain training, or the model alone, does not fit, it is repeated in all free memory:
+    trying a technique takes as much as plain training does.
 
     Raises:
         AutotuneError: it cannot be inspected.
@@ -92,7 +92,7 @@ def inspect_within(runner: Runner, job: InspectJob) -> Inspection:
 
 
 def too_little_memory(inspection: Inspection, limit_bytes: int) -> str:
-    """That plain training does not fit, and what comes of it."""
+    """The warning that plain training does not fit, and what the search does about it."""
     return (
         f"{plural(inspection.step_samples, 'sample')} of plain training do not fit within {format_bytes(limit_bytes)} "
         f"({inspection.shortage}); what needs least memory by prediction is tried first"
@@ -103,7 +103,7 @@ def count_train_samples(options: SearchOptions, inspection: Inspection) -> float
     """How many samples the training is to take; None where the user does not say.
 
     Raises:
-        ConfigError: the user says so in two ways, or by a dataset that there is not.
+        ConfigError: the user says so in two ways, or in epochs of a dataset whose length is not known.
     """
     if options.train_epochs is None:
         batch_size, accumulation_steps = (int(inspection.baseline[name]) for name in BATCH_KEYS)
@@ -120,7 +120,7 @@ def count_train_samples(options: SearchOptions, inspection: Inspection) -> float
 def drop_slow_setups(
     inspection: Inspection, budget_s: float, train_samples: float | None, included: Collection[str]
 ) -> Inspection:
-    """The inspection in which choices that compile are searched unasked, where the budget pays for the time before the first step.
+    """The inspection, in which a choice that compiles is searched unasked if the budget pays for its time before the first step.
 
     Args:
         budget_s: seconds that the search has.
@@ -174,14 +174,14 @@ def inspection_failed(outcome: Outcome, limit_bytes: int) -> AutotuneError:
 
 
 def prediction_failed(outcome: Outcome, timeout_s: float | None = None) -> AutotuneError:
-    """The error for a task that could not be inspected without training it. What memory it took was the host's.
+    """The error for a task that could not be inspected without training it. If memory ran out, it was the host's.
 
     Args:
         timeout_s: what `--timeout` gave.
     """
     if outcome.kind is Kind.TIMEOUT and timeout_s is not None:
         return TaskError(
-            f"the model was not built, and no technique tried on it, within {format_seconds(timeout_s)}; give it more time with "
+            f"building the model and trying the techniques took more than {format_seconds(timeout_s)}; give it more time with "
             "--timeout"
         )
     if outcome.kind is Kind.OOM:
@@ -199,12 +199,12 @@ def prediction_failed(outcome: Outcome, timeout_s: float | None = None) -> Autot
 
 
 def _slow(outcome: Outcome) -> str:
-    """What gives more time to one that was not ready when its time was up; empty for others."""
+    """The hint for an inspection that was not ready when its time was up; empty for other failures."""
     ended = outcome.kind is Kind.TIMEOUT and outcome.bound is None
     return "; a larger --budget, or --probe-timeout, gives it more time" if ended else ""
 
 
 def _printed(outcome: Outcome) -> str:
-    """Where its output is; empty for one that printed nothing."""
+    """Where the output of the process is; empty where it printed nothing."""
     log = Path(outcome.log)
     return f"; `{log.name}` in {log.parent} holds its output" if outcome.log else ""

@@ -1,6 +1,6 @@
 """Opens a search: its runner, its study, the inspection of the task, and the space of configs.
 
-A study says where the search is kept, what it must agree on with an earlier one there, and what it takes over of that.
+A study says where the search is kept, what it must agree on with an earlier search there, and what it takes over from that.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from autotune.version import __version__
 
 MIN_COMPARING_S = 1.0
 COMPARING_SHARE = 0.02  # of the budget, for finding out whether a batch may be cut
-MAX_TRACE_SHARE = 0.05  # of the budget
-STEP_SHARE = 0.02  # of the budget, that a micro step may take
+MAX_TRACE_SHARE = 0.05  # of the budget, for tracing between the probes
+STEP_SHARE = 0.02  # of the budget: the longest micro step that is tried
 EVALUATION_SHARE = 0.15  # of the budget that the start left, where the batch size for evaluation is asked for
 OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, where something else is ranked beside it
 
@@ -79,7 +79,7 @@ class Kept:
             environment: whether what the environment says of the processor's arithmetic holds for the runner.
 
         Raises:
-            StudyError: so much is not free now, or the study has other values.
+            StudyError: the resumed study's memory limit is not free now, or the study has other values.
         """
         limit_bytes = options.memory_limit_bytes
         earlier_bytes = self.earlier.fingerprint.memory_limit_bytes if self.earlier else None
@@ -158,7 +158,7 @@ def open_search(
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
     if runner is not None and options.devices != ONE_DEVICE:
         raise ConfigError(f"devices {options.devices} cannot be chosen: the runner has its own; leave the option out")
-    sampler_named(options.sampler)  # which refuses what it does not know, before anything takes seconds
+    sampler_named(options.sampler)  # an unknown one is refused before anything takes seconds
     techniques = runner.techniques if runner is not None else find_techniques()
     fixed = require_possible(techniques, options.fix, options.include, options.exclude, options.frameworks)
     with contextlib.ExitStack() as stack:
@@ -253,7 +253,8 @@ def _open_over(
     """A search over an open runner.
 
     Args:
-        is_beside: it makes a ranking beside the user's own search, which has told everything and ranks nothing beside itself.
+        is_beside: it makes a ranking beside the user's own search. It repeats none of that one's notes, and ranks nothing beside
+            itself.
     """
     limit_bytes = agreed.memory_limit_bytes
     assert limit_bytes is not None
@@ -274,7 +275,7 @@ def _open_over(
     longest_step_s = STEP_SHARE * budget.budget_s
     history = History(space, objective, store.trials(), budget.timeout_s, longest_step_s, budget.setup_left_s)
     listener.on(SearchStarted.of(kept.place, inspection, history, budget.budget_s))
-    # why batches stay as they are is not told where the user has other ones tried all the same
+    # where the user has other batches tried all the same, it is not told why batches should stay as they are
     allowed = {inspection.support_of(name).reason for name in BATCH_KEYS if name in options.include}
     warnings = [text for text in inspection.facts.warnings if text not in allowed]
     if not is_beside:
@@ -358,7 +359,7 @@ def lock_places(
     """Lock a task's studies, and find the one of this search: beside the others where it has another memory limit.
 
     Args:
-        fixed: choices that the user has fixed; of what they train, the search is kept apart.
+        fixed: choices that the user has fixed. Where they change what is trained, the search is kept apart.
 
     Raises:
         ConfigError: there is no task.

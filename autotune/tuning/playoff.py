@@ -1,6 +1,7 @@
 """The play-off: fresh, interleaved, shuffled processes of the best few and the baseline, compared within rounds.
 
-The answer is the highest expected speed whose chance to be slower than the baseline by more than 1 % is below 5 %.
+The answer has the highest expected merit of those whose chance to be worse than the baseline by more than 1 % is below 5 %; of
+several that are as good, it is the cheapest.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from autotune.tuning.evidence import Evidence, Searched, within_measured
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
-WIDE = 0.05  # width of the gain's interval, as a share of it, up to which more rounds tell nothing new
-SLOWER = math.log(0.99)  # than the baseline, by more than which an answer must not be
-RISK = 0.05  # chance of it that is taken
+WIDE = 0.05  # width of the gain's interval, as a share of the gain, up to which more rounds tell nothing new
+SLOWER = math.log(0.99)  # an answer must not be slower than the baseline by more than this
+RISK = 0.05  # the chance that is accepted for it to be so all the same
 CONFIDENCE = 0.95
 LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLOSE`, below which an entrant is out
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
@@ -37,10 +38,10 @@ class PlayOff:
 
     Args:
         baseline: None when the user's baseline does not run.
-        run: runs a config in a fresh process for a round; None when the user interrupts or the time is up.
-        ended: is told of each round that was not cut short.
+        run: runs a config in a fresh process for a round; returns None when the user interrupts or the time is up.
+        ended: called with the number of each round that was not cut short.
         earlier: the trials of the rounds that earlier searches played.
-        baseline_may_win: not where it leaves what the user fixed; then it plays to be compared with.
+        baseline_may_win: False where the baseline is not what the user fixed; then it plays only to be compared with.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PlayOff:
         substitutes: Iterable[Entrant] = (),
         challenger: Callable[[], Entrant | None] = lambda: None,
     ) -> Standing | None:
-        """Play rounds until the answer and its gain are known, or time is up; nobody plays against the baseline alone.
+        """Play rounds until the answer and its gain are known, or time is up. The baseline never plays alone.
 
         None if no round was completed: entrants that had not run by then would look like failures.
 
@@ -119,10 +120,11 @@ class PlayOff:
     def evidence(
         self, figure: Callable[[Outcome], float] | None = None, searched: Mapping[Config, Searched] | None = None
     ) -> Evidence:
-        """What the rounds say of a figure, by default the merit. A process that was disturbed counts as little as it deserves.
+        """What the rounds say of a figure, by default the merit. A process weighs the less, the more it was disturbed.
 
         Args:
-            searched: what the search found; by default of those who play, as far as it counts, and nothing of other figures.
+            searched: what the search found. By default: of the merit what it found of those who play, as far as that counts;
+                of other figures nothing.
         """
         of = figure or self.objective.merit
         if searched is None:
@@ -140,14 +142,14 @@ class PlayOff:
         return max(entrants, key=self._expected_merit(evidence))
 
     def _expected_merit(self, evidence: Evidence) -> Callable[[Entrant], float]:
-        """An entrant's merit, up to what is the same for all: over the baseline's where that runs."""
+        """The expected merit of an entrant, as a logarithm: relative to the baseline's where that runs."""
         if self._base is None:
             return lambda entrant: evidence.levels[entrant.config]
         base = self._base.config
         return lambda entrant: evidence.difference(entrant.config, base).mean
 
     def timed_s(self, longest_s: float) -> float:
-        """Seconds to time a process for, so that the answer gets surest for its cost.
+        """Seconds to time a process for, so that the answer becomes as sure as it can for its cost.
 
         Short where processes differ, long where blocks within one do: the square root of overhead times the variance
         within over that between (Kalibera and Jones, Rigorous benchmarking in reasonable time, ISMM 2013, section 5).
@@ -179,13 +181,13 @@ class PlayOff:
         return [*self.entrants, *([self.baseline] if self.baseline is not None else [])]
 
     def _is_comparable(self, entrant: Entrant) -> bool:
-        """Whether it ran, and beside the baseline if that runs: nothing else takes the mood of the machine out."""
+        """Whether it ran, and in a round with the baseline where that runs: only that takes the mood of the machine out."""
         beside = entrant if self._base is None else self._base
         return not entrant.failed and bool(entrant.outcomes.keys() & beside.outcomes.keys())
 
     @property
     def _all_rounds(self) -> set[int]:
-        """The numbers of the rounds that count, those of earlier searches among them; not where every process was excused."""
+        """The numbers of the rounds that count, of earlier searches too. One in which every process was excused does not count."""
         played = {number for entrant in self._everyone() for number in entrant.outcomes}
         return {number for number in played if number < self._first_round or number in self._rounds}
 
@@ -205,8 +207,7 @@ class PlayOff:
     def _by_promise(self) -> tuple[list[Entrant], list[Entrant]]:
         """Who is in, in two parts: whose round may change the answer, and the others by expected merit.
 
-        Who was let in because it may win and has not played comes first, then the leader, then who only replaces one that
-        failed.
+        First come those who were let in because they may win and have not played, then the leader, then substitutes.
         """
         by_merit = sorted(self.compared, key=self._expected_merit(self.evidence()), reverse=True)
         unplayed = [entrant for entrant in self.playing if entrant not in by_merit]
@@ -217,7 +218,7 @@ class PlayOff:
     def _play_round(self, running: list[Entrant], substitutes: Iterator[Entrant]) -> bool:
         """Run each of them once. False if that was cut short: of that round only the failures count.
 
-        Who failed because of a time-out is known at the end: it is excused where the machine stood still.
+        Whether a time-out is a failure is decided at the end of the round: it is excused where the machine stood still.
         """
         number, self._next_round = self._next_round, self._next_round + 1
         self._order.shuffle(running)
@@ -292,7 +293,7 @@ class PlayOff:
                     entrant.lost_to = other
 
     def _drop_too_slow(self) -> None:
-        """Where speed has to be kept: in pairs, since the whole machine may have become slower since the search."""
+        """Drop those below the speed that has to be kept, compared within rounds: the machine may have become slower."""
         if not (kept := self.objective.kept_speed) or (rival := self._rival) is None:
             return
         speeds = self.evidence(samples_per_s)
@@ -305,7 +306,7 @@ class PlayOff:
         """Whether more rounds would tell nothing new of those who are still in.
 
         Args:
-            running: who would play the next round. Nobody waits for an entrant without outcomes that there is no time for.
+            running: who would play the next round. An entrant that has neither outcomes nor time to play is not waited for.
         """
         sure = [entrant for entrant in self.compared if len(entrant.outcomes) >= MIN_ROUNDS]
         awaited = [entrant for entrant in self.playing if entrant.outcomes or entrant in running]
@@ -331,7 +332,7 @@ class PlayOff:
         return evidence.difference(entrant.config, base.config).ratio(1 - (1 - CONFIDENCE) / max(1, num))
 
     def _standing(self) -> Standing:
-        """Choose the answer: on a tie less memory, then fewer techniques."""
+        """Choose the answer, and estimate its gain and everybody's figures."""
         evidence, base = self.evidence(), self._base
         speeds = evidence if self.objective.is_step_speed else self.evidence(samples_per_s)
         ran = [entrant for entrant in self.entrants if self._is_comparable(entrant)]
@@ -357,10 +358,10 @@ class PlayOff:
         )
 
     def _figures(self, speeds: Evidence, candidate: Entrant | None) -> dict[Config, Measured]:
-        """What those who ran do, by one estimate: as many times what the baseline does as they are said to gain.
+        """The figures of those who ran, by one estimate: the baseline's speed times the gain that is told of each.
 
-        Where the baseline does not run, who played most takes its place. Each figure lies within what was measured of its
-        config, see `within_measured`.
+        Where the baseline does not run, the entrant that played most takes its place. Each figure lies within what was measured
+        of its config, see `within_measured`.
         """
         ran = {entrant.config: entrant for entrant in self._everyone() if any(o.ok for o in entrant.outcomes.values())}
         if not ran:
@@ -409,7 +410,7 @@ class PlayOff:
             proven = [entrant for entrant in as_good if over[entrant.config].chance_below(0.0) < RISK]
             if best not in proven and over[best.config].mean < CLOSE:
                 as_good.append(base)
-            elif best in proven:  # never traded for a gain that is not
+            elif best in proven:  # a proven gain is never traded for one that is not
                 as_good = proven
 
         tied = [best, *as_good]

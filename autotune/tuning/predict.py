@@ -17,7 +17,7 @@ from autotune.records.inspection import Inspection
 from autotune.space import Space
 from autotune.units import format_seconds
 
-ALIKE = 0.005  # of the peak: combinations that differ by less are one to a reader
+ALIKE = 0.005  # of the peak: combinations that differ by less are shown as one
 
 
 def predict_fit(
@@ -36,7 +36,7 @@ def predict_fit(
 
     Args:
         asked: the config; None for all combinations.
-        ended_after_s: the time that there was, where it was up before all was traced.
+        ended_after_s: seconds after which tracing was ended; None where all was traced.
 
     Raises:
         TaskError: nothing that was asked for could be traced; the message says why.
@@ -107,7 +107,7 @@ class Question:
     Args:
         estimate: the peak of a config; None where nothing is known.
         outside_bytes: what a process holds on the device before the model is built.
-        limit_bytes: what the upper bound of a peak may be, and `usable_bytes` what the peak itself may be.
+        limit_bytes, usable_bytes: the most that the upper bound of a peak, and the peak itself, may be.
         dataset_size: samples in the training set, which bounds the batch; None without one.
     """
 
@@ -165,7 +165,7 @@ class Question:
             yield dict(zip(searched, values, strict=True))
 
     def _largest(self, choices: Mapping[str, Choice]) -> GroupPrediction | None:
-        """At the largest batch size that fits, or at the smallest there is; a larger batch takes more memory."""
+        """The prediction for a combination: at the largest batch size that fits, or at the smallest there is."""
         if self.space.global_batch is not None:
             sizes: Sequence[int] = [int(size) for size in self.space.choices["batch_size"]]
         else:

@@ -35,9 +35,9 @@ from autotune.units import format_exact_seconds, plural
 UNCHECKED = "its gradients were not compared with plain fp32 before the search ended; run the same command again, and it goes on"
 AS_FAST = 1.05  # an interval that reaches above leaves open whether there is a gain; one below the inverse, a loss
 DECIDING_WIDTH = 0.1  # of the gain's interval, in logarithms
-MOST_BUDGETS = 10  # a budget so many times larger is not proposed
-ROUNDED_S = 30.0
-NAMED = 6  # choices that were not tried
+MOST_BUDGETS = 10  # times the budget: no larger one is proposed
+ROUNDED_S = 30.0  # to which a proposed budget is rounded up
+NAMED = 6  # so many of the choices that were not tried are named
 
 
 class NothingFeasible(AutotuneError):

@@ -34,8 +34,8 @@ from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend
 from autotune.tuning.state import Search
 from autotune.units import format_seconds
 
-SHARE = 0.4  # of the time left, for a play-off after which what was not tried yet may be
-MIN_SHARE_S = 1.0  # of the time, below which a ranking is not begun
+SHARE = 0.4  # of the time left: for a play-off that is held while there still is something to try
+MIN_SHARE_S = 1.0  # a ranking that would have less time is not begun
 
 
 def search(
@@ -79,7 +79,7 @@ def answer(search: Search) -> Result:
     except AutotuneError as error:
         search.store.keep(no_answer=str(error))
         raise
-    except KeyboardInterrupt:  # the second one: the running probe is killed
+    except KeyboardInterrupt:  # a second Ctrl-C: the running probe is killed
         killed = True
         result = recommend(search, clearance, None)
     if result is not None:
@@ -93,8 +93,8 @@ def answer(search: Search) -> Result:
 def find(search: Search, clearance: Clearance) -> Standing | None:
     """Measure the baseline; then explore, check and play off in turns, while there is time and something to learn.
 
-    Another turn follows where all of the best fail in the play-off, where exploring was ended for lack of time that the
-    play-off did not need, and, over what was not tried, where nothing beats the baseline.
+    Another turn follows where all of the best fail in the play-off; where exploring was ended to leave time that the play-off
+    then did not need; and, for what was not tried yet, where nothing beats the baseline.
 
     Returns:
         How the last play-off ended; None if no config ran within the limits, or no round of it was completed, because of an
@@ -163,7 +163,7 @@ def _explore(search: Search, proposer: Proposer, *, untried: bool) -> None:
 def _check(search: Search, clearance: Clearance, proposer: Proposer) -> Proposer:
     """Bar what does not train as plain fp32 does, and explore again without it. Returns the proposer to go on with."""
     while clearance.bar_failing_finalists():
-        proposer = search.proposer()  # what it knows to be settled no longer is
+        proposer = search.proposer()  # a new one: what the last one took for settled no longer is
         explore(search, proposer)
         undo_changes(search)
     return proposer
@@ -225,7 +225,7 @@ def add_rankings(search: Search) -> Result:
                 break
             left_s = search.options.budget_s - search.budget.elapsed_s
             rankings.append(_rank_beside(search, {**own, **choice}, left_s / (len(search.others) - number)))
-    except KeyboardInterrupt:  # the second one; what is measured so far is kept
+    except KeyboardInterrupt:  # a second Ctrl-C; what is measured so far is kept
         pass
     if result is None:
         found = [f"{_in_words(r.choice)} reaches {r.samples_per_s:.3g} samples/s" for r in rankings if r.samples_per_s]
@@ -250,7 +250,7 @@ def _in_words(choice: Mapping[str, Choice]) -> str:
 
 
 def _rank_beside(search: Search, choice: Mapping[str, Choice], share_s: float) -> Ranking:
-    """The ranking of another choice. Whatever goes wrong with it is its own."""
+    """The ranking of another choice. What goes wrong in it ends this ranking alone."""
     changed = {name: value for name, value in choice.items() if value != search.history.space.baseline[name]}
     study = search.store.place.training(changed, search.history.space.techniques).study
     none = Ranking(choice=dict(choice), study=study)

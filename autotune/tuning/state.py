@@ -42,7 +42,7 @@ class Flight:
     Attributes:
         number: the number of its trial.
         patience: how long it may take.
-        slot: that it has to run in; empty for any.
+        slot: the slot that it has to run in; empty for any.
         began_s: when it was submitted, on the runner's clock.
         disturbed: the outcome of its first run, if that was disturbed and this is the second.
         hopeless: why it was ended, and what is known of its config; None where it was not.
@@ -242,7 +242,7 @@ class Search:
                 self.runner.cancel(ticket)
 
     def _is_worth_another(self, flight: Flight, outcome: Outcome) -> bool:
-        """Whether to run it again. In the play-off a disturbed round is played again as a whole."""
+        """Whether to run a disturbed probe again. In the play-off only a crowded one is: more rounds make up for other trouble."""
         disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and {*outcome.disturbances} - self._usual)
         return (
             bool(disturbed) and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
@@ -259,7 +259,7 @@ class Search:
             # killed for want of time, not of patience: that tells nothing of the config
             self.store.fail(flight.number, "cut short by the end of the search")
             return None
-        if (found := outcome.measurement) is not None:  # what others compiled was in the cache
+        if (found := outcome.measurement) is not None:  # an earlier config may have filled the cache
             cold_s = max(found.compile_cold_s, self.history.compile_cold_s(proposal.config))
             outcome = replace(outcome, measurement=replace(found, compile_cold_s=cold_s))
         objective = self.history.objective.in_play_off() if in_play_off else self.history.objective

@@ -103,7 +103,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
 
 
 def _trained_choices(grid: Mapping[str, Sequence[Any]], techniques: Techniques) -> dict[str, Choice]:
-    """What the grid says is trained. Raises ConfigError where it says several: a table is of configs that compare."""
+    """What the grid says is trained. Raises ConfigError where it says several: the configs of a table must be comparable."""
     asked = {name: grid[name] for name in techniques.trained({}) if name in grid}
     for name, wanted in asked.items():
         if len(wanted) > 1:

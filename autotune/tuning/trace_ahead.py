@@ -18,7 +18,7 @@ from autotune.study.caches import TraceCache, agrees
 from autotune.study.history import History
 
 SLICE_S = 5.0  # of one job
-LONGEST_GROUP_S = 60.0  # where tracing keeps nobody waiting
+LONGEST_GROUP_S = 60.0  # for one group of techniques beside the probes, where tracing keeps nobody waiting
 
 
 class Tracing:
@@ -44,7 +44,7 @@ class Tracing:
         self.traces = Traces(target=target)
         self.wall_s = 0.0
         self.max_s = max_s
-        self.fault = ""  # that ended tracing beside the probes
+        self.fault = ""  # what ended tracing beside the probes
         self._runner = runner
         self.beside = beside
         self._resources = contextlib.ExitStack()
@@ -52,7 +52,7 @@ class Tracing:
         self._configs = configs
         self._target = target
         self._cache = cache
-        self._kept: Traces | None = None  # by an earlier search
+        self._kept: Traces | None = None  # those of an earlier search
         self._to_confirm = False
         self._begun = False
         self._is_complete = False
@@ -77,7 +77,7 @@ class Tracing:
         """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing.
 
         Args:
-            watch: is told now and then what is known so far.
+            watch: called now and then with what is known so far.
         """
         ends_s = self.wall_s + slice_s
         while True:
@@ -87,7 +87,7 @@ class Tracing:
                 return
 
     def _trace(self, slice_s: float, watch: Callable[[Traces], None] | None) -> None:
-        """Trace what is wanted next: to confirm what is kept, or what is missing."""
+        """Trace what is wanted next: what confirms the kept traces, or what is missing."""
         started_s = self._runner.now_s()
         left_s = max(0.0, self.max_s - self.wall_s)
         found = self._runner.trace(
@@ -125,7 +125,7 @@ class Tracing:
             self._begun = self._is_complete = True
 
     def _begin(self) -> bool:
-        """Read what is kept, the first time. Returns whether that is still to be confirmed."""
+        """The first time, read the traces that are kept. Returns whether they are still to be confirmed."""
         if not self._begun:
             self._begun = True
             self._kept = self._cache.read() if self._cache is not None else None
@@ -145,7 +145,7 @@ class Tracing:
         self.traces = found
         if self._to_confirm and not plan_traces(self._wanted(), self._runner.techniques).without(found).labels():
             self._to_confirm = False
-            if found.failures:  # what is kept may be right, and is left for a time when this can be told
+            if found.failures:  # the kept traces may be right: they stay as they are, and are not used now
                 self._kept, self._cache = None, None
             elif self._kept is not None and agrees(found, self._kept):
                 self.traces = self._kept.merged(found)

@@ -1,4 +1,4 @@
-"""The reasons for an answer: the figures, what each change did by itself, the limit of the speed, and why there is none.
+"""The reasons for an answer: the figures, what each change did by itself, and what limits the speed; or why there is no answer.
 
 What a change did is known as far as pairs of configs that differ in it alone tell. Where nothing fits into the memory: when to
 stop trying, how much would be needed, and what would fit.
@@ -30,12 +30,12 @@ DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading t
 BUSY, IDLE = 0.5, 0.15  # share of the device's limit from which a resource is the limit, and below which it is none
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
 OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another headroom
-OTHERS = "end them, or leave them their memory with --memory-limit, and run again"
+OTHERS = "end them, or set --memory-limit to what they leave free, and run again"
 TRAINED_TODAY = "If you train so today, say it in BASELINE: what you run is the measure, and is not compared"
-UNLIKELY_TO_FIT = 0.03  # predicted chance to fit
+UNLIKELY_TO_FIT = 0.03  # a config with a smaller predicted chance to fit is given up
 MOST_UNLIKELY = 3  # probes that are run all the same: a prediction may be wrong
-TELLING = 2.0  # from the lower to the upper bound of a prediction that is told
-MORE_ROOM = 0.1  # of the limit: how much more headroom to try where what fitted once did not again
+TELLING = 2.0  # a prediction is told if its upper bound is less than so many times the lower one
+MORE_ROOM = 0.1  # of the limit: how much more headroom to try where a config that fitted once did not fit again
 TAIL = 0.025  # on either side of an interval
 
 Pair = tuple[Config, Config]  # with a change and without it
@@ -165,7 +165,7 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
             f"in every probe {failed[-1].cause}; use fewer data workers, build and load less in the model file, or use a host "
             "with more memory"
         )
-    if kinds == {Kind.OOM}:  # beside choices that do not go together, which say nothing of what fits
+    if kinds == {Kind.OOM}:  # choices that do not go together are left out: they say nothing of what fits
         return f"{predicted or _describe_shortage(failed, limit_bytes)}; raise --memory-limit, or make the model or the sample smaller"
     listed = "; ".join(
         sorted(
@@ -180,10 +180,10 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
 
 
 def never_ran(probed: Sequence[Trial], baseline: Config) -> dict[str, tuple[Outcome, ...]]:
-    """The choices, `name=choice`, whose every probe ended in an error or a crash, while probes without them ran: what came of each.
+    """The choices (`name=choice`) whose every probe ended in an error or a crash while probes without them ran, each with its outcomes.
 
-    Choices that failed together alone are named together, and one whose failures all have a choice that failed without it is
-    not named. A batch larger than the training set says nothing of the choices beside it.
+    Choices that failed only together are named together. A choice is not named if each of its failures has another choice that
+    also failed without it. A batch larger than the training set says nothing of the choices beside it.
     """
     told = [probe for probe in probed if not probe.outcome.too_few_samples]
     broken = {Kind.ERROR, Kind.CRASHED}
@@ -286,7 +286,7 @@ def differ(config: Config, other: Config) -> list[str]:
 
 
 def _logs(trials: Sequence[Trial]) -> Mapping[int, float]:
-    """A config's throughput by round, in logarithms. That of the search stays: it ties configs that did not play to the others."""
+    """A config's throughput by round, in logarithms. The search's stays: it ties configs that did not play to the others."""
     calm = any(trial.in_play_off and not trial.outcome.disturbances for trial in trials)
     used = [trial for trial in trials if not (calm and trial.in_play_off and trial.outcome.disturbances)]
     found = [(_round(trial), trial.outcome.measurement) for trial in used]
@@ -319,7 +319,7 @@ def may_fit(history: History, cost_model: CostModel, config: Config) -> bool:
 
 
 def is_hopeless(history: History, cost_model: CostModel) -> bool:
-    """Whether nothing fits, some probes failed as they were predicted to, and what is likeliest to fit would be another."""
+    """Whether nothing fits, some probes failed as predicted, and the config likeliest to fit is predicted to fail too."""
     if history.best is not None:
         return False
     foreseen = [
@@ -380,7 +380,7 @@ def _least_need(history: History, cost_model: CostModel, left: Sequence[Config])
 
 
 def _what_was_left(history: History, left: Config) -> str:
-    """That a config which may fit was not tried yet, in words."""
+    """The sentence that a config which may fit was not tried yet."""
     named = history.space.techniques.describe(left, history.space.baseline)
     failed = [trial.outcome for trial in history.searched if not trial.outcome.ok]
     if all(o.kind is Kind.UNSUPPORTED or history.objective.does_not_fit(o) for o in failed):

@@ -167,7 +167,7 @@ def test_a_value_that_is_not_finite_is_told_where_that_was_seen() -> None:
 def test_a_sample_that_fails_by_itself_is_told() -> None:
     told = odd_sample(task_of(Data(lambda: (torch.zeros(8), 7))), lambda sample: sample[1] > 3)
     assert told == (
-        f"sample {BAD} of your train_dataset, a tuple of 2 (a float32 tensor of shape (8,), the int 7), fails so by itself, "
+        f"sample {BAD} of your train_dataset, a tuple of 2 (a float32 tensor of shape (8,), the int 7), fails like this by itself, "
         f"and 47 others looked at do not; {ADVICE}"
     )
 

@@ -254,8 +254,8 @@ def test_when_everything_fails_in_the_play_off_there_is_no_answer(tmp_path):
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        (None, "the model file sets no BASELINE, so the gain is over plain fp32 with batch 4"),
-        ({"amp": "off"}, "the baseline names no batch_size, so the gain is over what it names with batch 4"),
+        (None, "the model file sets no BASELINE, so the gain is over plain fp32 at batch size 4"),
+        ({"amp": "off"}, "the baseline names no batch_size, so the gain is over its other settings at batch size 4"),
     ],
 )
 def test_a_baseline_whose_batch_nobody_stated_is_told(tmp_path, stated, said):
@@ -735,6 +735,6 @@ def test_a_leak_is_named_by_its_line_in_the_searchs_warning(tmp_path):
     result = answer(recommender(tmp_path, runner))
     (warning,) = [text for text in result.warnings if "memory grows by 1.91 MiB" in text]
     assert (
-        "keeps of every micro batch 1 float32 tensor of shape (), with its autograd graph, made in model.py, line 31"
+        "every micro batch the training code keeps 1 float32 tensor of shape (), with its autograd graph, made in model.py, line 31"
         in warning
     )

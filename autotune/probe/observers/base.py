@@ -17,9 +17,9 @@ GROUP = "autotune.observers"
 class Observer(ABC):
     """Watches one thing beside time, and writes what it saw into the measurement. Each run has an instance of its own.
 
-    `start` comes once, when the warm-up is over; `sample` after each timed block, between the clock's readings; `end` once, after
-    the last of them, and `stop` once, when all is measured. Where a config is too slow to be timed, `stop` comes alone, with a
-    measurement that is `cut_short`. A whole observer, of the energy that a GPU's instruments tell:
+    `start` comes once, when the warm-up is over; `sample` after each timed block, outside of what is timed; `end` once, after
+    the last block, and `stop` once, when all is measured. Where a config is too slow to be timed, only `stop` is called, with
+    a measurement that is `cut_short`. A whole observer, of the energy that a GPU's instruments tell:
 
         class Energy(Observer):
             name = "energy"
@@ -41,7 +41,8 @@ class Observer(ABC):
 
     Attributes:
         name: what it observes, in a word.
-        sees_others: whether it sees other processes. It is left out where several train together, which it would take for such.
+        sees_others: whether it sees other processes. Such an observer is left out where several train together: it would take
+            them for strangers.
     """
 
     name: ClassVar[str]
