@@ -234,7 +234,7 @@ class Store:
 
 
 def distributions_of(space: Space) -> dict[str, BaseDistribution]:
-    """A space in Optuna's terms: a distribution for each of its supported keys.
+    """A space in Optuna's terms: a distribution for each key with several choices to search.
 
     The distributions cover every supported choice, also those left out of this search, because Optuna does not let a
     categorical distribution change within a study.
