@@ -122,7 +122,9 @@ def _cut(num_blocks: int, num_segments: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(edges))
 
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around a pass, and around its recomputation
+Contexts = tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]  # around a pass, and around its recomputation
 Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
 
 

@@ -41,7 +41,10 @@ _WITH_FLOAT32_RESULT = frozenset({
     "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm", "log_softmax.int", "prod",
     "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
 })  # fmt: skip
-_NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}  # -> the overload with a result type
+_NORMS = {
+    "norm.Scalar": "ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+}  # -> the overload with a result type
 _FUSED = frozenset({"log_softmax.int", "softmax.int"})  # short types are converted as they are read, without a copy
 _ONLY_ON_CUDA = frozenset({"cudnn_convolution", "cudnn_convolution_transpose"})
 _KEPT_ON_CPU = frozenset({"mkldnn_rnn_layer"})  # on CUDA cuDNN takes its place, and runs in the lower type as well
