@@ -24,10 +24,7 @@ _RELEASED_BYTES = 64 * MIB  # the card's use counts as back where it was if it i
 TYPICAL_CONTEXT_BYTES = 512 * MIB
 _SMALLEST_CONTEXT_BYTES, _LARGEST_CONTEXT_BYTES = 32 * MIB, 2 * GIB
 _MOST_GROWTH_BYTES = 512 * MIB  # at most so much is believed of libraries and kernels that are loaded late
-_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = (
-    64 * MIB,
-    0.01,
-)  # missing bytes, or share of the limit, that need no neighbour to explain them
+_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: so little missing does not point to a neighbour
 
 
 @dataclass

@@ -21,9 +21,7 @@ from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes, plural
 
-_SUSTAINED = (
-    "power cap"  # not a slowdown: a large GPU reaches it under any heavy load, so its speed there is the sustained one
-)
+_SUSTAINED = "power cap"  # not a slowdown: a large GPU reaches it under any heavy load, so its speed there lasts
 _PATIENCE_S = 60.0
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, WSL's, AMD's
 _ORDER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")

@@ -26,9 +26,7 @@ T = TypeVar("T")
 EXACT_ERROR = 1e-5  # relative error that reordering sums in fp32 causes
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise
 REDUCED_COSINE = 0.999
-REDUCED_GRADIENT_ERROR = (
-    0.1  # the cosine does not see a wrong scale; at equal norms a cosine of 0.999 is an error of 0.045
-)
+REDUCED_GRADIENT_ERROR = 0.1  # a cosine does not see a wrong scale; one of 0.999 at equal norms is an error of 0.045
 REDUCED_SIZE_ERROR = 0.2  # of the gradient's norm: in any model rounding turns the gradient, and hardly scales it
 REDUCED_LOSS_ERROR = 0.05
 REDUCED_BUFFER_ERROR = 0.05
@@ -42,9 +40,7 @@ TELLING_COSINE = 0.875  # the same angle, at equal norms
 # Error of the parameters after several steps, relative to how far they moved. Adam divides a gradient by its own size, so the
 # rounding of a gradient near zero decides the whole step.
 MOVEMENT_ERROR = 1e-3
-DOUBLE_ERROR = (
-    1e-9  # the bound in double precision, where fp32 disagrees: as far above rounding as `EXACT_ERROR` is in fp32
-)
+DOUBLE_ERROR = 1e-9  # in double precision, where fp32 disagrees: as far above rounding as `EXACT_ERROR` is in fp32
 
 
 def run_checks(

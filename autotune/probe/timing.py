@@ -21,9 +21,7 @@ MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median
 OVERTIME = 3  # after this many times `max_timed_s` two blocks are enough: steps that take so long differ little
 MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and scheduler
 FAR = 1.25  # two processes of one config now and then differ by this factor, so a config within it of the front may not have lost
-LATE = (
-    0.75  # after this share of the time-out timing ends with the blocks so far: a killed process has measured nothing
-)
+LATE = 0.75  # after this share of the time-out timing ends with the blocks so far: a killed process measures nothing
 REPORT_INTERVAL_S = 0.25  # between two reports
 STALL_FACTOR = 1.5  # noise no longer shrinks if the interval has not narrowed while the blocks grew by this factor
 

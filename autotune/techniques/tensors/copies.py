@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-_PORTION = (
-    2**22
-)  # elements copied at a time: 16 MiB in fp32, as much for gradients, and as much for intermediate results
+_PORTION = 2**22  # elements copied at a time: 16 MiB in fp32, as much for gradients and for intermediate results
 _HALF = 0x8000  # half a unit in bf16's last place, in the bits of fp32
 _UPPER = -0x10000
 _ALL_AT_ONCE = ("LBFGS",)  # optimizers of torch.optim that do not update each parameter by itself
