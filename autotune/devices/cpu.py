@@ -18,7 +18,7 @@ from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import GIB, MIB, format_bytes, plural
 
-# left of the host's free memory for all others and for the kernel, which kills where nothing is left
+# this much of the host's free memory is left for all others and for the kernel, which kills where nothing is left
 _RESERVE_BYTES = GIB
 _LEAST_SHARE = 0.5  # where little is free, a process may still take this share of it
 # how near its limit a process must be to blame memory for oneDNN's failures: these were seen up to 9 MiB below the limit in

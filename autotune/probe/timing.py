@@ -210,7 +210,7 @@ class Reporter:
     send: Callable[[Progress], None]
     peak_bytes: Callable[[], int]
     batch_size: int  # samples of a micro step
-    is_bound: bool = True  # a micro step alone is at least as fast as in a whole step; not in a world, where each then puts gradients together
+    is_bound: bool = True  # a micro step's speed bounds a step's; not in a world, where lone ones exchange gradients
     stage: str = "setup"
     train_s: float = 0.0
     num_micro_steps: int = 0

@@ -117,9 +117,7 @@ def _calibrated(reading: _Reading) -> Section:
     """What was measured of a device, and how to measure it again."""
     name, found = reading.info.name, reading.calibration
     if found is None:
-        return Section(
-            "", (Paragraph(f"{name} was not measured yet in its present state: the next search measures it."),)
-        )
+        return Section("", (Paragraph(f"{name}, as it is now, was not measured yet: the next search measures it."),))
     rows = [
         (
             rate.arithmetic,
