@@ -1,4 +1,4 @@
-"""Evaluates a session's model: forward passes without gradients in the config's precision, and the means of what they give."""
+"""Evaluates a session's model: forward passes without gradients, in the config's precision, and the means of their results."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from autotune.recovery import Halving
 from autotune.task.batches import CannotCutError, StepBatch, split
 from autotune.techniques.build import Build
 
-_NONE = object()  # in the place of a batch
-_UNCUT = 2**62  # samples, which no batch has
+_NONE = object()  # stands for "no batch left"
+_UNCUT = 2**62  # more samples than any batch has
 
 
 class Evaluator:
     """Evaluates the model of one session.
 
     Args:
-        ready: gives a micro batch on the device, with the techniques' contexts around what is done with it.
-        halves: evaluate a batch for which memory is short in halves.
+        ready: moves a micro batch to the device, and opens the techniques' contexts for what is done with it.
+        halves: whether a batch for which memory is short is evaluated in halves.
     """
 
     def __init__(self, build: Build, ready: Callable[[Any], AbstractContextManager[Any]], *, halves: bool) -> None:
         self._task, self._model, self._device = build.task, build.model, build.device
         self._together = Together(build.world, build.device.torch_device)
         self._is_alone = build.spread is None
-        # by which every pass needs all processes of the world
+        # where a spread gathers parameters, every pass needs all processes of the world
         self._gathering = build.spread if build.spread is not None and build.spread.gathers else None
         self._validation = build.task.validation(build.model)
         self._ready = ready
-        halves = halves and self._gathering is None  # all processes take as many passes
+        halves = halves and self._gathering is None  # all processes must take the same number of passes
         self._halving = Halving(build.task, "batch", "it is evaluated") if halves else None
 
     def means(self, batches: Iterable[Any]) -> dict[str, float]:
-        """The means of what the task evaluates over the batches in which it does, weighted by the terms of their mean loss.
+        """The mean of each figure that the task evaluates, over the batches that have it, weighted by the terms of their mean loss.
 
-        In a world of several processes they are over the batches of all, each of which gives its own.
+        In a world of several processes each gives its own batches, and the means are over all of them.
 
-        Random states and the modules' modes are those from before at the end.
+        At the end random states and the modules' modes are as they were before.
 
         Raises:
             TaskError: a batch does not show its number of samples, or nothing in the batches counts.
@@ -74,27 +74,27 @@ class Evaluator:
         return {name: float(value) / weights[name] for name, value in totals.items()} | at_the_end
 
     def values(self, batch: Any) -> dict[str, torch.Tensor]:
-        """What the task evaluates of one batch: scalars by name."""
+        """What the task evaluates on one batch: scalars by name."""
         validation = self._validation
         of_batch: Callable[[torch.nn.Module, Any], dict[str, torch.Tensor]] = (
             self._task.evaluate if validation is None else lambda model, ready: validation.of_batch(ready)
         )
-        # what is gathered in inference mode could not be trained with afterwards
+        # parameters that were gathered in inference mode could not be trained afterwards
         without_gradient = torch.inference_mode() if self._gathering is None else torch.no_grad()
         with without_gradient, self._ready(batch) as ready:
-            if self._gathering is None:  # copies put nothing together where they evaluate
+            if self._gathering is None:  # each process has the whole model, and evaluates by itself
                 return of_batch(self._model, ready)
             found: dict[str, torch.Tensor] = self._gathering.run(of_batch, ready)
             return found
 
     def _take_part(self, batch: Any) -> None:
-        """Pass a batch that does not count, for which the others wait."""
+        """Run a batch that does not count through the model, because the other processes wait for this one."""
         assert self._gathering is not None
         with torch.no_grad(), self._ready(batch) as ready:
             self._gathering.run(self._task.loss, ready)
 
     def _in_step(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches. Where every pass needs all processes, one that has none left passes a sample that does not count."""
+        """The batches. Where every pass needs all processes, a process without batches left runs a sample that does not count."""
         if self._gathering is None:
             yield from batches
             return
@@ -106,7 +106,7 @@ class Evaluator:
                 yield batch
 
     def begin(self) -> None:
-        """Let the model evaluate from here on."""
+        """Put the model into evaluation mode, and tell the task's own validation that it begins."""
         self._model.eval()
         if self._validation is not None:
             with torch.inference_mode():
@@ -114,23 +114,23 @@ class Evaluator:
 
     @contextmanager
     def mode(self) -> Iterator[None]:
-        """Around evaluation: at the end every module is in the mode in which it was, and can be trained."""
+        """A context for evaluation, after which every module is in its mode of before, and can be trained."""
         modes = [(module, module.training) for module in self._model.modules()]
         is_training = self._model.training
         try:
             self.begin()
             yield
         finally:
-            self._model.train(is_training)  # modules may do more than to note their mode
+            self._model.train(is_training)  # a module's `train` may do more than set the mode
             for module, mode in modes:
                 module.training = mode
                 for held in (vars(module), module._buffers):
-                    for name, value in held.items():  # a mask kept from a longer input, say, that autograd would refuse
+                    for name, value in held.items():  # autograd would refuse a mask, say, that was kept from evaluation
                         if isinstance(value, torch.Tensor) and value.is_inference():
                             held[name] = value.clone()
 
     def _sized(self, batch: Any) -> Iterator[tuple[Any, int]]:
-        """The batch, or the micro batches in it, with the number of samples of each."""
+        """The batch, or each micro batch in it, with its number of samples."""
         if not isinstance(batch, StepBatch):
             try:
                 batch = split(batch, self._task.cuts(), _UNCUT)
@@ -144,7 +144,7 @@ class Evaluator:
         yield from zip(batch, batch.sizes, strict=True)
 
     def _evaluated(self, batch: Any, num_samples: int) -> Iterator[tuple[dict[str, torch.Tensor], float]]:
-        """What the task evaluates of a batch and its weight; in parts where memory is short."""
+        """What the task evaluates on a batch, with the weight; part by part where memory is short."""
         waiting = [(batch, num_samples)]
         while waiting:
             part, size = waiting.pop()
@@ -175,7 +175,7 @@ class Evaluator:
 def _over_all(
     totals: dict[str, Any], weights: dict[str, float], at_the_end: dict[str, float], counts: bool
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float], bool]:
-    """The same over all processes. What one gives at the end, with no weight, counts as much as what another does."""
+    """The arguments, summed over all processes. What a process gives at the end has no weight: there each counts as much as another."""
     found = gather(({name: float(total) for name, total in totals.items()}, weights, at_the_end, counts))
     added: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
     for *parts, _ in found:

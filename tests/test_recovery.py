@@ -208,7 +208,7 @@ def in_place(model, batch):
     ("reason", "config", "changes"),
     [
         ("batch normalisation", {}, {"build_model": lambda: nn.Sequential(nn.BatchNorm1d(6), model_of())}),
-        ("updates the parameters in the backward pass", {"optimizer_in_backward": True}, {}),
+        ("updates the parameters in each backward pass", {"optimizer_in_backward": True}, {}),
         ("one unit", {}, {"train_step": whole_step}),
         ("changed its batch in place", {}, {"training_step": in_place}),
         ("2.weight had a gradient before", {}, {"configure_optimizers": lambda model: adam(model[0])}),

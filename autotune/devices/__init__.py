@@ -1,4 +1,4 @@
-"""The devices to train on, behind one protocol. Opening one creates no CUDA context here and imports no torch."""
+"""The devices to train on, behind one protocol. To open one creates no CUDA context in this process and imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 TYPES: dict[str, type[CpuDevice | CudaDevice]] = {each.kind: each for each in (CpuDevice, CudaDevice)}
-# environment of a process that sees the CPU alone
+# environment variables of a process that is to see only the CPU
 HIDDEN = {each.capabilities.chosen_by: "" for each in TYPES.values() if each.capabilities.chosen_by}
 
 
@@ -48,8 +48,8 @@ def open_device(name: str) -> Device:
 
     Args:
         name: `cpu`, `cuda` (the first GPU), `cuda:1`, or `auto`: the first GPU where there is one and the installed
-            torch can use it, else the CPU. If it cannot, or there is a sign of a GPU that neither NVML nor torch finds,
-            the CPU's notes say so.
+            torch can use it, else the CPU. If torch cannot use it, or there is a sign of a GPU that neither NVML nor torch
+            finds, the CPU's notes say so.
 
     Raises:
         DeviceError: there is no such device, or the installed torch cannot use it.
@@ -77,11 +77,11 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
     """The names of the devices that train together, one for each process.
 
     Args:
-        devices: a number of them, `all`, or those themselves: `cuda:0,1`, `cpu:2` for two processes on the CPU.
-        device: the kind that a number counts, as `open_device` takes it. It is named where nothing else is asked for.
+        devices: a number of devices, `all`, or their names: `cuda:0,1`, or `cpu:2` for two processes on the CPU.
+        device: the kind of device that a number counts, as `open_device` takes it; for `devices` "1" the device itself.
 
     Raises:
-        DeviceError: there are not so many, or one is named twice.
+        DeviceError: there are not so many devices, or one is named twice.
     """
     if devices == ONE_DEVICE:
         return (device,)
@@ -114,17 +114,17 @@ def require_linux() -> None:
 
 
 def device_named(name: str) -> Device:
-    """The device of a name that `open_device` gave it. The GPUs are not counted, which can initialise the driver."""
+    """The device by the name that `open_device` gave it. GPUs are not counted here, because that can initialise the driver."""
     return CpuDevice() if name == "cpu" else CudaDevice(int(name.removeprefix("cuda:")))
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """What the device of a name can do, or those of a target (`autotune.devices.targets`): both begin with torch's name of the type."""
+    """What a device, given by its name, or a target (`autotune.devices.targets`) can do: both begin with torch's name of the type."""
     return TYPES[re.split("[: ]", name)[0]].capabilities
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA, or with ROCm, which it shows as CUDA. Does not import it."""
+    """Whether the installed torch was built with CUDA, or with ROCm, which it shows as CUDA. Does not import torch."""
     if (torch := torch_if_imported()) is not None:
         return torch.version.cuda is not None or torch.version.hip is not None
     spec = util.find_spec("torch")
@@ -135,12 +135,12 @@ def torch_has_cuda() -> bool:
 
 
 def _cpu(*, num_gpus: int) -> CpuDevice:
-    """The CPU; with a note if it is not the user's choice and there is a GPU."""
+    """The CPU where the user did not choose it; with a note if there is a GPU that cannot be used."""
     return CpuDevice(notes=(f"the GPU is not used: {why}",) if (why := _why_not_used(num_gpus)) else ())
 
 
 def _num_gpus() -> int:
-    """How many GPUs CUDA shows: as NVML says, or as torch does where NVML is missing."""
+    """How many GPUs CUDA shows, by NVML, or by torch where NVML is missing."""
     connection = nvml.connect()
     if isinstance(connection, nvml.Nvml):
         return len(connection.visible_gpus())
@@ -151,7 +151,7 @@ def _num_gpus() -> int:
 
 
 def _why_not_used(num_gpus: int = 0) -> str:
-    """Why a GPU that is there, or that there is a sign of, cannot be trained on; empty where there is none."""
+    """Why the machine's GPU, or one that there is a sign of, cannot be trained on; empty where it can, or there is none."""
     if not num_gpus and (isinstance(nvml.connect(), nvml.Nvml) or not is_there_a_sign_of_a_gpu()):
         return ""
     if not torch_has_cuda():

@@ -16,7 +16,8 @@ from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 
 _TRITON_CAPABILITY = (7, 0)
-# inductor compiles a CPU's kernels by the one, Triton what launches a GPU's by the other: what for, the variable, the usual names
+# inductor compiles a CPU's kernels with a C++ compiler; Triton compiles with a C compiler what launches a GPU's kernels:
+# what the compiler is for, the variable that names it, its usual names
 _ON_CPU = "a C++ compiler on a CPU", "CXX", ("g++",)
 _ON_GPU = "a C compiler on a GPU, for what launches the kernels", "CC", ("gcc", "clang")
 
@@ -26,8 +27,8 @@ class Telemetry:
     """The readings of the device's instruments.
 
     Attributes:
-        values: e.g. gpu_utilization (0..100), used_bytes, temperature_c, power_w, sm_clock_mhz, load_1m; missing where
-            not supported.
+        values: e.g. gpu_utilization (0..100), used_bytes, temperature_c, power_w, sm_clock_mhz, load_1m; those that are
+            not supported are missing.
         throttle_reasons: clock-throttle reasons that are active and slow the GPU down (thermal, power), in words.
         processes: other processes on the device: (pid, bytes used, name).
     """
@@ -39,28 +40,29 @@ class Telemetry:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a type of device can do: whoever wants to know asks this, and compares no types. The defaults are a CPU's.
+    """What a type of device can do. Code asks these fields and never compares types. The defaults are a CPU's.
 
-    What a single device can do beyond its type is in its `DeviceInfo`, and how fast in its calibration.
+    What one device can do beyond its type is in its `DeviceInfo`; how fast it is, in its calibration.
 
     Attributes:
-        own_memory: its memory is not the host's: batches are copied to it, and what the host holds counts for nothing there.
-        own_processors: it computes on others than the host's, by other kernels; the host's have time for something else.
-        chosen_by: the variable of the environment that says which of them a process sees; empty where there is none.
-        settles_s: seconds under load until its speed is the one that it keeps: power and heat settle over seconds.
-        tells_processes_apart: what each of several processes holds of it is always known, so that several can be measured at once.
+        own_memory: its memory is not the host's: batches are copied to it, and what the host holds does not count there.
+        own_processors: it computes on its own processors, with other kernels, while the host's are free for other work.
+        chosen_by: the environment variable that says which devices of the type a process sees; empty where there is none.
+        settles_s: seconds under load until its speed is steady: power and heat settle over seconds.
+        tells_processes_apart: the memory of each process on it is always known, so that several can be measured at once.
         limits_whole_process: its memory limit bounds whatever the process holds, a compiler's memory included.
-        own_allocator: torch keeps what is freed there for the next tensor, and counts in `torch.cuda` what it holds.
+        own_allocator: torch keeps freed memory for the next tensor, and counts in `torch.cuda` what it holds.
         streams: work is queued in `torch.cuda`'s streams and timed by its events.
         page_locked: copies from page-locked memory are faster, and run beside its work.
         tf32: products in fp32 may be rounded to TF32.
-        cudnn: convolutions are cuDNN's.
-        attention_kernels: torch has several fused kernels of attention for it to choose from.
-        triton: inductor compiles for it by Triton, in several modes.
-        foreach: torch's optimizers take lists of tensors there unless they are told otherwise.
-        collectives: the backends of torch's process group for what several of them train together; on a device of its own what
-            is decided together goes over the host, which does not wait for the device.
-        saving_pays: memory that is saved makes larger batches, which are faster; without that it is searched only if asked for.
+        cudnn: cuDNN computes its convolutions.
+        attention_kernels: torch can choose among several fused attention kernels on it.
+        triton: inductor compiles for it with Triton, in several modes.
+        foreach: torch's optimizers work on lists of tensors there by default.
+        collectives: the backends of torch's process group where several processes train together; a GPU's has one for the host,
+            too, so that decisions taken together do not wait for the GPU.
+        saving_pays: saved memory allows larger batches, which are faster; where it does not pay, techniques that only save memory
+            are searched only if asked for.
     """
 
     own_memory: bool = False
@@ -85,20 +87,20 @@ class Device(Protocol):
     """One device. The first methods are safe anywhere and create no CUDA context; the others are for probes."""
 
     name: str  # `cpu`, `cuda:0`
-    kind: str  # torch's name of the type, for torch itself; what the type can do: `capabilities`
+    kind: str  # torch's name of the type, to be passed to torch; for what the type can do, ask `capabilities`
     capabilities: Capabilities
 
     # anywhere, also in the process that searches
     def info(self) -> DeviceInfo:
-        """Describe the device now. Raises DeviceError when it is not there."""
+        """Describe the device now. Raises DeviceError where there is no such device."""
 
     def telemetry(self) -> Telemetry:
         """Read the instruments now; empty where there are none."""
 
     def settle(self) -> None:
-        """Wait, for seconds at most, until the device has back what processes held that have ended.
+        """Wait, for a few seconds at most, until the memory of ended processes is free again.
 
-        Nothing on a CPU, as `enter`, `adopt` and `synchronize`: its kernel has that back at once.
+        Does nothing on a CPU, where the kernel frees it at once. `enter`, `adopt` and `synchronize` do nothing there either.
         """
         return
 
@@ -109,11 +111,11 @@ class Device(Protocol):
         return torch.device(self.name)
 
     def enter(self) -> None:
-        """Make this the device that the process trains on, before a model is built: user code may just say `cuda`."""
+        """Make this the process's current device, before a model is built: user code may just say `cuda`."""
         return
 
     def adopt(self) -> None:
-        """Take the device as this process uses it already: nothing is loaded or made current."""
+        """Accept the device as this process already uses it, without loading anything or making it current."""
         return
 
     def limit_memory(self, limit_bytes: int) -> None:
@@ -127,34 +129,34 @@ class Device(Protocol):
         return
 
     def peak_bytes(self) -> int:
-        """Most memory this process (with its data-loading workers) has held at once; comparable with the limit."""
+        """The most memory that this process (with its data-loading workers) has held at once; comparable with the limit."""
 
     def current_bytes(self) -> int:
         """Memory of this process now, on the same scale as `peak_bytes`; for growth per step."""
 
     def outside_bytes(self) -> int:
-        """Memory of this process now that is not a model's, on the same scale.
+        """Memory of this process that is not a model's, on the same scale. On a CPU, ask before a model is built.
 
-        On a GPU it is what lies outside torch's allocator: workspaces inside are part of what that reserves.
+        On a GPU it is what lies outside torch's allocator: workspaces inside are part of what the allocator reserves.
         """
         return self.current_bytes()
 
     def held_bytes(self, attempted_bytes: int) -> int:
-        """Lower bound of what this process held when an allocation of `attempted_bytes` failed just now; comparable with the limit.
+        """The least that this process held when an allocation of `attempted_bytes` failed just now; comparable with the limit.
 
         Call it while the error's frames are alive. The result plus the attempted bytes is the least that was needed. The
-        peak would not do, since memory held before may have been freed.
+        peak would overstate it, since memory held earlier may have been freed.
         """
 
     def is_crowded(self, attempted_bytes: int) -> bool:
-        """Whether an allocation of so many bytes (0: unknown) failed just now although the limit allows it: others hold the memory.
+        """Whether an allocation of so many bytes (0: unknown) that the limit allows failed just now because others hold the memory.
 
-        Never on a CPU: the limit is the process's own, and the kernel kills where the machine has no memory left.
+        Never on a CPU: there allocations fail by the process's own limit, and the kernel kills where the machine's memory is full.
         """
         return False
 
     def give_back(self) -> None:
-        """Free the memory that an attempt took. Call it when the attempt is over, or its error is gone and so its frames."""
+        """Free the memory that an attempt took. Call it after the attempt; where it failed, once the error and so its frames are gone."""
         gc.collect()
 
     def memory_detail(self) -> dict[str, float]:
@@ -164,22 +166,22 @@ class Device(Protocol):
         """Share of the time since `start_measuring` in which others held the processors or the GPU; 0 if unknown."""
 
     def slowdowns(self) -> tuple[str, ...]:
-        """Why the device is slower than it can be for long now (heat, say), in words; a cap on its power is no reason."""
+        """Why the device is now slower than it can sustain (heat, say), in words; a cap on its power does not count."""
         return ()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether `error`, or anything in its `__cause__`/`__context__` chain, is a failed allocation, on the device or on the host."""
+        """Whether `error`, or an error in its `__cause__`/`__context__` chain, is a failed allocation on the device or the host."""
         return torch_errors.is_out_of_memory(error, scarce=self._is_scarce)
 
     def is_of_host(self, error: BaseException) -> bool:
-        """Whether a failed allocation was one of the host's memory and not of the device's own."""
+        """Whether a failed allocation was for the host's memory and not for the device's own."""
         return self.capabilities.own_memory and torch_errors.is_hosts(error)
 
     def _is_scarce(self) -> bool:
         """Whether the process stands at its limit, or other evidence says that memory has run short."""
 
     def why_not_compiled(self) -> str:
-        """What `torch.compile` lacks: a compiler that makes host code, Python's headers, Triton for a GPU; empty where it works."""
+        """What `torch.compile` lacks: a compiler for host code, Python's headers, Triton for a GPU; empty where it lacks nothing."""
         if not self.capabilities.triton:
             return _no_compiler(*_ON_CPU)
         return _no_triton(self.info().capability) or _no_compiler(*_ON_GPU)

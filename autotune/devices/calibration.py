@@ -1,7 +1,7 @@
 """Measures a device in seconds: rates of arithmetic by type, memory bandwidth, launching, copying, allocating.
 
-A child process tells each figure as it has it. What takes too long ends the child, and another one goes on with the next
-figure: emulated arithmetic is a hundred times slower, and a hanging kernel cannot be stopped otherwise.
+A child process reports each figure as soon as it has it. A child that takes too long is killed, and another one goes on with the
+next figure: emulated arithmetic is a hundred times slower, and a hanging kernel cannot be stopped in any other way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autotune.lazy import torch
 from autotune.records.device import BF16, CONVOLUTION, FP8, FP16, FP32, MATMUL, TF32, Calibration, DeviceInfo, Rate
 from autotune.units import MIB, format_seconds
 
-START_S = 20.0  # until the child is ready: it is killed then
-RUN_S = 0.02  # a size is measured if a run of it is expected to take no longer
-TIMED_S = 0.02  # of runs, the best of which counts
+START_S = 20.0  # a child that is not ready after so long is killed
+RUN_S = 0.02  # a size is measured if one run is expected to take no longer
+TIMED_S = 0.02  # runs are repeated for so long, and the best one counts
 ALLOCATED_BYTES = 32 * MIB
 NUM_LAUNCHES = 1000
 FP8_CAPABILITY = (8, 9)
-# of the environment: these change a device's arithmetic
+# environment variables that change a device's arithmetic
 VARIABLES = (
     "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -43,11 +43,11 @@ class Extent:
     """How much is measured, and how long it may take.
 
     Attributes:
-        total_s: of measuring; a context on a GPU, and what libraries do once, come before.
-        step_s: until the next figure, or the next size of it, is told: the child is killed then. A GPU loads each kernel
-            when it is first used.
-        warm_s: of work before, in which a GPU raises its clock.
-        images: how many, and their rows and columns.
+        total_s: seconds of measuring, after a GPU's context and the libraries' first use.
+        step_s: a child that has reported no further figure, or size of a figure, for so long is killed. A GPU loads each
+            kernel when it is first used.
+        warm_s: seconds of work beforehand, in which a GPU raises its clock.
+        images: number of images, and their number of rows, which is that of columns.
     """
 
     total_s: float
@@ -87,7 +87,7 @@ def _extent(device: Device) -> Extent:
 
 
 def holds_for(info: DeviceInfo) -> dict[str, str]:
-    """What a calibration of the device holds for, here and now."""
+    """The circumstances that a calibration of the device, made here and now, holds for."""
     known = {
         "device": f"{info.name} {info.model}",
         "driver": info.driver,
@@ -99,14 +99,14 @@ def holds_for(info: DeviceInfo) -> dict[str, str]:
 
 
 def arithmetic() -> dict[str, str]:
-    """What the environment says of a device's arithmetic; empty texts where it says nothing."""
+    """The environment variables that change a device's arithmetic, with their values; empty for those not set."""
     return {name: os.environ.get(name, "") for name in VARIABLES}
 
 
 def measure(device: Device) -> Calibration:
     """Measure the device, for little more than its `total_s`. What fails is missing, with the reason, unless memory was short.
 
-    This process must hold one thread and no CUDA context: it forks.
+    This process forks, so it must have only one thread and no CUDA context.
 
     Raises:
         DeviceError: the device cannot be used at all.
@@ -154,7 +154,7 @@ def _rate(name: str, steps: list[Message], failure: str) -> Rate:
 
 
 def _told_by_child(device: Device, figures: Mapping[str, Figure], most_s: float) -> Iterator[Message]:
-    """What a child tells of the figures, until it has ended or is killed: no figure in time, or `most_s` seconds are over."""
+    """A child's messages about the figures. The child is killed where no figure comes in time, or after `most_s` seconds."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -189,7 +189,7 @@ def _measure_in_child(device: Device, figures: Mapping[str, Figure], writer: int
                 for message in figure():
                     tell(message)
             except Exception as error:  # a type that this torch, or this device, does not have
-                short = device.is_out_of_memory(error)  # which says nothing of the type
+                short = device.is_out_of_memory(error)  # says nothing of the type
                 why = "" if short else first_line(error)[:200]
             tell({"ended": True, "why": why, "contention": device.contention()})
     except Exception as error:  # before the first figure
@@ -210,7 +210,7 @@ def _warm_up(device: Device) -> None:
 
 
 def _figures(device: Device, info: DeviceInfo) -> dict[str, Figure]:
-    """What there is to measure, the most telling first."""
+    """What to measure, the most telling figures first."""
     figures: dict[str, Figure] = {}
     rows, channels = _extent(device).matmul_rows, _extent(device).channels
 
@@ -233,7 +233,7 @@ def _figures(device: Device, info: DeviceInfo) -> dict[str, Figure]:
     return figures
 
 
-Work = tuple[Callable[[], object], float]  # a run of it, and its FLOPs
+Work = tuple[Callable[[], object], float]  # a function that does it once, and its FLOPs
 
 
 def _rising(device: Device, made: Callable[[int], Work], sizes: tuple[int, ...]) -> Iterator[Message]:
@@ -266,7 +266,7 @@ def _tensor(device: Device, arithmetic: str, *shape: int) -> torch.Tensor:
 
 
 def _matmul(device: Device, arithmetic: str, rows: int) -> Work:
-    """A product of square matrices; of fp8 scaled by one number each, with a result in bf16."""
+    """A product of square matrices. fp8 matrices are scaled by one number each, and their product is in bf16."""
     torch.set_float32_matmul_precision("high" if arithmetic == TF32 else "highest")
     matrix, flops = _tensor(device, arithmetic, rows, rows), 2.0 * rows**3
     if arithmetic == FP8:

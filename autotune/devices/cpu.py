@@ -18,11 +18,11 @@ from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import GIB, MIB, format_bytes, plural
 
-# of the host's memory, left to everybody else and to the kernel, which kills where nothing is left
+# this much of the host's free memory is left for all others and for the kernel, which kills where nothing is left
 _RESERVE_BYTES = GIB
-_LEAST_SHARE = 0.5  # of what is free, where that is little
-# how near its limit a process must be to blame memory for oneDNN's failures: seen up to 9 MiB below it in convolutions
-# and linear layers (small buffers), and 46 MiB below one of 280 MiB in an LSTM (a workspace)
+_LEAST_SHARE = 0.5  # where little is free, a process may still take this share of it
+# how near its limit a process must be to blame memory for oneDNN's failures: these were seen up to 9 MiB below the limit in
+# convolutions and linear layers (small buffers), and 46 MiB below a limit of 280 MiB in an LSTM (a workspace)
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
 
 
@@ -82,8 +82,8 @@ class CpuDevice(Device):
     def limit_memory(self, limit_bytes: int) -> None:
         """Make allocations fail that would take this process's private memory, including what it holds now, beyond the limit.
 
-        The limit cannot be raised again. Processes started later, such as data-loading workers, inherit it; it applies to
-        each separately.
+        The limit cannot be raised again. Processes started later, such as data-loading workers, inherit it, each for
+        itself.
 
         Raises:
             DeviceError: the process already holds more.
@@ -117,8 +117,8 @@ class CpuDevice(Device):
     def held_bytes(self, attempted_bytes: int) -> int:
         """Private memory of this process and its workers now, or what must have been held for the limit to be hit.
 
-        The operator that failed has already freed its own memory. But the allocation exceeded the limit, which tells how
-        much was held before.
+        The failed operator has already freed its own memory. But its allocation exceeded the limit, so at least the limit
+        less the attempted bytes was held before.
         """
         by_limit_bytes = 0 if self._limit_bytes is None else self._limit_bytes - attempted_bytes
         return max(self.current_bytes(), by_limit_bytes)
@@ -127,7 +127,7 @@ class CpuDevice(Device):
         """Bytes: `vm_data_bytes`, `rss_anon_bytes` (touched), `rss_anon_peak_bytes`, `shared_bytes`, `workers_bytes`
         (peak).
 
-        No limit covers `shared_bytes`, the batches that workers pass in shared memory.
+        No limit covers `shared_bytes`, the shared memory in which workers pass batches.
         """
         memory = linux.process_memory()
         self._look_at_workers()
@@ -144,7 +144,7 @@ class CpuDevice(Device):
         return self._watch.share(num_threads())
 
     def _is_scarce(self) -> bool:
-        """The process stands at its limit, or the kernel has killed a process of the group for memory."""
+        """Whether the process stands at its limit, or the kernel has killed a process of the group for memory."""
         if linux.kernel_oom_kills() > self._oom_kills:
             return True
         if self._limit_bytes is None:
@@ -159,8 +159,8 @@ class CpuDevice(Device):
 
 
 def bound_private_memory(limit_bytes: int) -> int:
-    """Let allocations of this process, and of those that it starts, fail beyond a limit. Returns the limit: an earlier one may be lower."""
-    import resource  # Linux alone bounds private memory by it
+    """Make allocations fail beyond a limit, in this process and those it starts. Returns the limit, which an earlier one may lower."""
+    import resource  # only Linux bounds private memory by it
 
     _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
     if hard_bytes != resource.RLIM_INFINITY:
@@ -170,13 +170,13 @@ def bound_private_memory(limit_bytes: int) -> int:
 
 
 def bound_host_memory() -> int:
-    """Let this process, which trains nothing, take what the host or its control group has free, less a reserve, and no more.
+    """Bound this process, which trains nothing, to what the host or its control group has free, less a reserve.
 
-    What would take more raises a failed allocation, before the machine has none left. Linux alone bounds a process so; elsewhere
-    nothing is bounded.
+    Beyond it an allocation fails, before the machine runs out of memory. Only Linux can bound a process so; elsewhere nothing is
+    bounded.
 
     Returns:
-        Bytes that it may take from now on.
+        Bytes that the process may take from now on.
     """
     device = CpuDevice()
     free_bytes = device.info().free_bytes
@@ -189,7 +189,7 @@ def bound_host_memory() -> int:
 
 
 def num_threads() -> int:
-    """Compute threads of torch in this process: as torch says if it is loaded, else as it will choose.
+    """Compute threads of torch in this process: what torch says if it is loaded, else what it will choose.
 
     torch takes MKL_NUM_THREADS or OMP_NUM_THREADS, or else one thread for each physical core that the process may run on.
     In builds for x86, MKL allows no more threads than cores.
@@ -223,9 +223,9 @@ def processor_model() -> str:
 
 
 def _start_compute_threads() -> None:
-    """Start torch's threads with a small parallel operation.
+    """Start torch's threads, before a limit is set, with a small parallel operation.
 
-    Their stacks count towards the limit, and the OpenMP library ends the process when it cannot start one.
+    Their stacks count towards the limit, and the OpenMP library ends the process when it cannot start a thread.
     """
     elements_per_thread = 2**15  # below this torch does not share the work out
     torch.ones(2 * elements_per_thread * torch.get_num_threads(), dtype=torch.uint8)

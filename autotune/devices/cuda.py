@@ -14,32 +14,32 @@ from autotune.errors import DeviceError, first_line
 from autotune.lazy import torch
 from autotune.units import GIB, MIB, format_bytes
 
-# What must be left to blame something else for a library's failure: under the limit, by whose share a workspace is granted,
-# and on the card, where libraries load their kernels, and before that a context and their handles
+# Where more than this is left, a library's failure is not blamed on memory: left of the limit, as a share of it, for a workspace; left
+# on the card, for kernels that libraries load; and on the card before there is a context, for that and the libraries' handles
 _AT_LIMIT_SHARE = 0.05
 _FULL_CARD_BYTES, _BEFORE_LIBRARIES_BYTES = 256 * MIB, 512 * MIB
-_RELEASE_S = 2.0  # within which a driver has taken back what a process held that has ended
-_RELEASED_BYTES = 64 * MIB  # the card's use is back where it was, within so much
-# a context and its libraries where nothing can measure them; 287 to 667 MB are published
+_RELEASE_S = 2.0  # the driver frees an ended process's memory within so long
+_RELEASED_BYTES = 64 * MIB  # the card's use counts as back where it was if it is within so much
+# assumed for a context and its libraries where nothing can measure them; 287 to 667 MB are published
 TYPICAL_CONTEXT_BYTES = 512 * MIB
 _SMALLEST_CONTEXT_BYTES, _LARGEST_CONTEXT_BYTES = 32 * MIB, 2 * GIB
-_MOST_GROWTH_BYTES = 512 * MIB  # of libraries and kernels that are loaded late
-_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: what no neighbour needs to explain
+_MOST_GROWTH_BYTES = 512 * MIB  # at most so much is believed of libraries and kernels that are loaded late
+_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: so little missing does not point to a neighbour
 
 
 @dataclass
 class OutsideMemory:
-    """Keeps account of what a process has on the card outside torch's allocator, from the best of what can be read.
+    """Keeps account of what a process has on the card outside torch's allocator, by the best source that can be read.
 
-    That is the CUDA context, loaded kernels, and libraries' handles and buffers. The driver's books on this process are
-    believed if they hold at least what the allocator has reserved: in a container they may hold 0, or know the process by
-    another number. Else it is the growth of the whole card's use since before the context, or since then plus a typical context
-    where NVML is missing. That growth may be another process's (or hide behind one that still releases its memory): a first
-    figure that no context has is replaced by a typical one, later growth counts up to 512 MiB, and not at all once the driver
-    shows that others are there.
+    Outside are the CUDA context, loaded kernels, and libraries' handles and buffers. The driver's books on this process are
+    believed if they show at least what the allocator has reserved: in a container they may show 0, or know the process by
+    another number. Otherwise the growth of the whole card's use is taken, since before the context; where NVML is missing, a
+    typical context plus the growth since then. Such growth may be another process's, or be hidden by one that is still releasing
+    memory. So a first figure that no context has is replaced by a typical one, and later growth counts up to 512 MiB, or not at
+    all once the driver shows other processes.
 
     Attributes:
-        before_bytes: the card's use before this process's context; None where nothing could tell.
+        before_bytes: the card's use before this process's context; None where it could not be read.
         peak_bytes: the most seen outside the allocator.
     """
 
@@ -51,7 +51,7 @@ class OutsideMemory:
         """What lies outside the allocator now.
 
         Args:
-            reserved_bytes: by the allocator.
+            reserved_bytes: what the allocator has reserved.
             booked_bytes: what the driver attributes to this process, or None.
             card_bytes: the card's use by all processes, or None.
             shared: whether the driver lists more than one process on the card.
@@ -111,15 +111,15 @@ class CudaDevice(Instruments, Device):
         self._entered = False
         self._limit_bytes: int | None = None
         self._outside = OutsideMemory()
-        self._rest_bytes: int | None = None  # the card's use when nothing of ours ran
+        self._rest_bytes: int | None = None  # the card's use while none of our processes runs
         self._oom_kills = linux.kernel_oom_kills()
         self._measured_since_us = time.time_ns() // 1000
         self._counted_before: dict[str, int] = {}
 
     def settle(self) -> None:
-        """Wait, for two seconds at most, until the card's use is back where it was before anything of ours ran.
+        """Wait, for two seconds at most, until the card's use is back where it was before our processes ran.
 
-        What is still held then belongs to others, and is where it has to come back to the next time.
+        What is still held after that counts as others', and is the level to wait for the next time.
         """
         deadline = time.monotonic() + _RELEASE_S
         used_bytes = self.used_bytes()
@@ -134,20 +134,20 @@ class CudaDevice(Instruments, Device):
         """Make this GPU the current one of the process, create a context and load what every training run loads.
 
         Raises:
-            DeviceError: torch cannot use it: the driver is too old, or torch has no kernels for it.
+            DeviceError: torch cannot use this GPU, because the driver is too old or torch has no kernels for it.
         """
         self._enter()
         torch.cuda.set_device(self._index)  # a session on another GPU may have come between
 
     def adopt(self) -> None:
-        """Take the GPU with the context and the libraries that the process has."""
+        """Accept the GPU with the context and the libraries that the process already has."""
         self._entered = True
         self.outside_bytes()
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """Make torch fail allocations beyond what the limit leaves after this process's memory outside the allocator.
+        """Make torch's allocations fail beyond the limit less this process's memory outside the allocator.
 
-        The memory outside is measured now, with a context and libraries loaded. `peak_bytes` shows its later growth.
+        The memory outside is measured now, with context and libraries loaded. If it grows later, only `peak_bytes` shows it.
 
         Raises:
             DeviceError: the context alone is larger than the limit, or torch cannot use the GPU.
@@ -184,7 +184,7 @@ class CudaDevice(Instruments, Device):
     def current_bytes(self) -> int:
         """Live tensors plus what lies outside the allocator.
 
-        Reserved memory would not do: it grows by segments, and hides a leak for a while.
+        Reserved memory grows by whole segments, which would hide a leak for a while.
         """
         return self.outside_bytes() + torch.cuda.memory_allocated(self._index)
 
@@ -202,14 +202,14 @@ class CudaDevice(Instruments, Device):
     def held_bytes(self, attempted_bytes: int) -> int:
         """What the allocator has reserved now, plus what lies outside it.
 
-        Before it raises, the allocator frees its cached blocks, which the peak still counts.
+        The peak would be too high: it still counts the cached blocks that the allocator frees before it raises.
         """
         return self.outside_bytes() + torch.cuda.memory_reserved(self._index)
 
     def is_crowded(self, attempted_bytes: int) -> bool:
-        """Whether the card has clearly less free than the limit leaves this process, and that would have been enough.
+        """Whether the limit leaves this process enough for the allocation, but the card has clearly less free than that.
 
-        Without a context this process has nothing on the card: if not even that found room, others hold the memory.
+        Without a context this process has nothing on the card: if not even a context found room, others hold the memory.
         """
         if not self._entered:
             return True
@@ -221,7 +221,7 @@ class CudaDevice(Instruments, Device):
         return attempted_bytes <= left_bytes and free_bytes < left_bytes - needless_bytes
 
     def give_back(self) -> None:
-        """Free it, and what the allocator keeps of it for later."""
+        """Free the attempt's memory, and give back to the card what the allocator would keep of it."""
         super().give_back()
         with contextlib.suppress(RuntimeError):  # a context that an error has broken gives nothing back
             torch.cuda.empty_cache()
@@ -241,7 +241,7 @@ class CudaDevice(Instruments, Device):
         return self.share_of_others(self._measured_since_us)
 
     def is_of_host(self, error: BaseException) -> bool:
-        """Whether it was the host's; page-locking memory fails with the words that the card has, which has room then."""
+        """Whether it was for the host's memory. Failed page-locking reads like a full card, so there the card's free memory decides."""
         if super().is_of_host(error):
             return True
         with contextlib.suppress(RuntimeError):  # a broken context tells nothing
@@ -249,9 +249,9 @@ class CudaDevice(Instruments, Device):
         return False
 
     def _is_scarce(self) -> bool:
-        """The process stands at its limit, the card is full, or the kernel has killed a process for memory.
+        """Whether the process stands at its limit, the card is full, or the kernel has killed a process for memory.
 
-        It allocates nothing: where there is no context yet, none is made.
+        To find out allocates nothing: where there is no context yet, none is created.
         """
         if linux.kernel_oom_kills() > self._oom_kills:
             return True
@@ -275,7 +275,7 @@ class CudaDevice(Instruments, Device):
             torch.cuda.set_device(self._index)
             _load_libraries(self.torch_device)
         except Exception as error:
-            if self.is_out_of_memory(error):  # by evidence that whoever catches it has not
+            if self.is_out_of_memory(error):  # by the evidence of this moment, which the catcher will not have
                 raise torch.OutOfMemoryError(f"entering {self.name}: {first_line(error)}") from error
             raise DeviceError(
                 f"torch {metadata.version('torch')} cannot use {self.name}: {first_line(error)}; update the driver or install a torch "
@@ -292,7 +292,7 @@ class CudaDevice(Instruments, Device):
 def _load_libraries(device: torch.device) -> None:
     """Run a little of what every training run needs: a product with and without a bias (cuBLAS, cuBLASLt), a convolution (cuDNN).
 
-    Their handles and kernels lie outside the allocator, and would grow after the limit was set.
+    The libraries' handles and kernels lie outside the allocator; loaded later, they would add to what the limit has counted.
     """
     ones = torch.ones(16, 16, device=device, requires_grad=True)
     product = torch.nn.functional.linear(ones @ ones, ones, torch.ones(16, device=device))

@@ -1,6 +1,6 @@
-"""What NVML, or else torch, tells of one GPU: which one it is, its memory, who uses it, what slows it down. Creates no context.
+"""What NVML, or else torch, tells of one GPU: which one it is, its memory, who uses it, what slows it down. Creates no context here.
 
-Where NVML is missing, or numbers GPUs in another order, torch is asked in a process that ends at once.
+Where NVML is missing, or may number GPUs in another order, torch is asked in a separate process that ends at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
 from autotune.units import format_bytes, plural
 
-_SUSTAINED = "power cap"  # no slowdown: a large GPU reaches it under any heavy load, so that is its sustained speed
+_SUSTAINED = "power cap"  # not a slowdown: a large GPU reaches it under any heavy load, so its speed there lasts
 _PATIENCE_S = 60.0
 _SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")  # NVIDIA's driver, WSL's, AMD's
 _ORDER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
@@ -29,7 +29,7 @@ _ORDER = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
 
 @dataclass(frozen=True, kw_only=True)
 class AskedGpu:
-    """A GPU as torch describes it; `uuid` without NVML's prefix, empty where the build does not tell."""
+    """A GPU as torch describes it. `uuid` lacks NVML's prefix; it is empty where the build does not tell."""
 
     uuid: str
     info: DeviceInfo
@@ -37,7 +37,7 @@ class AskedGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The GPUs in CUDA's order, and what torch said about it (why there is none, say)."""
+    """The GPUs in CUDA's order, and what torch said (why there is none, say)."""
 
     gpus: tuple[AskedGpu, ...] = ()
     why: str = ""
@@ -47,7 +47,7 @@ _answers: dict[tuple[str | None, ...], Answer] = {}
 
 
 def ask_torch() -> Answer:
-    """What torch sees in this environment. The first call takes as long as importing torch, and a context for a moment."""
+    """What torch sees in this environment. The first call takes as long as importing torch, and briefly needs memory for a context."""
     key = tuple(os.environ.get(name) for name in _ORDER)
     if key not in _answers:
         _answers[key] = _ask()
@@ -55,7 +55,7 @@ def ask_torch() -> Answer:
 
 
 def describe(index: int) -> AskedGpu:
-    """A GPU as the torch of this process describes it, which gives it a context."""
+    """A GPU as torch in this process describes it. That creates a context."""
     told, memory = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
     uuid = str(getattr(told, "uuid", ""))  # not in every ROCm build
     info = DeviceInfo(
@@ -71,7 +71,7 @@ def describe(index: int) -> AskedGpu:
 
 
 def is_there_a_sign_of_a_gpu() -> bool:
-    """Whether a driver's device file says that a GPU may be there, whatever NVML knows of it, and none is hidden on purpose."""
+    """Whether a driver's device file shows that there may be a GPU, even if NVML knows none, and none is hidden on purpose."""
     hidden = any(os.environ.get(name) == "" for name in _ORDER)
     return not hidden and any(Path(sign).exists() for sign in _SIGNS)
 
@@ -89,7 +89,7 @@ def _ask() -> Answer:
 
 
 def answer() -> None:
-    """Print what torch sees; what runs in the other process."""
+    """Print what torch sees. This runs in the separate process."""
     gpus, why = [], ""
     with warnings.catch_warnings(record=True) as said:  # `is_available` tells by a warning why not
         warnings.simplefilter("always")
@@ -112,13 +112,13 @@ class Instruments:
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
         self._index = index
-        self._matches: dict[bool, nvml.Gpu] = {}  # by whether this process had a context
+        self._matches: dict[bool, nvml.Gpu] = {}  # whether this process had a context -> the GPU found
 
     def info(self) -> DeviceInfo:
         """Describe the GPU now.
 
         Raises:
-            DeviceError: it is not there, or the driver does not answer.
+            DeviceError: there is no such GPU, or the driver does not answer.
         """
         connection = nvml.connect()
         if isinstance(connection, str):
@@ -148,12 +148,12 @@ class Instruments:
         connection, gpu = found
         telemetry = connection.telemetry(gpu, without=_own_processes())
         if has_context() and self.booked_bytes()[0] is None:
-            # the driver knows this process by another number (a container, say), so one of those listed may be this one
+            # the driver knows this process by another number (in a container, say), so a listed process may be this one
             telemetry = Telemetry(values=telemetry.values, throttle_reasons=telemetry.throttle_reasons)
         return telemetry
 
     def used_bytes(self) -> int | None:
-        """Memory in use on the card by all processes. Before there is a context, only NVML can tell."""
+        """Memory that all processes use on the card; None if nothing can tell. Before there is a context, only NVML can."""
         if (found := self._found()) is not None and (memory := found[0].memory(found[1])) is not None:
             return memory[0]
         if not has_context():
@@ -162,15 +162,15 @@ class Instruments:
         return int(total_bytes - free_bytes)
 
     def booked_bytes(self) -> tuple[int | None, bool]:
-        """Memory that the driver attributes to this process, None if it does not say, and whether it lists more processes than one."""
+        """Memory that the driver books on this process (None if it does not say), and whether it lists more than one process."""
         booked = {} if (found := self._found()) is None else found[0].used_by_process(found[1])
         return booked.get(os.getpid()), len(booked) > 1
 
     def share_of_others(self, since_us: int) -> float:
-        """Share of the GPU's time that other processes took since then; 0 if the driver cannot tell.
+        """Share of the GPU's time that other processes took since `since_us`; 0 if the driver cannot tell.
 
-        It is 0, too, where the driver lists neither this process nor a descendant: then one of the listed processes may be this
-        one under another number, as in a container.
+        It is also 0 where the driver lists neither this process nor a descendant: a listed process may then be this one under
+        another number, as in a container.
 
         Args:
             since_us: microseconds since the epoch.
@@ -183,13 +183,13 @@ class Instruments:
         return min(1.0, sum(share for pid, share in shares.items() if pid not in own))
 
     def slowdowns(self) -> tuple[str, ...]:
-        """Why the clock is below what the GPU can sustain now (heat, a weak power supply), in words."""
+        """Why the clock is now below what the GPU can sustain (heat, a weak power supply), in words."""
         if (found := self._found()) is None:
             return ()
         return tuple(reason for reason in found[0].throttle_reasons(found[1]) if reason != _SUSTAINED)
 
     def _found(self) -> tuple[nvml.Nvml, nvml.Gpu] | None:
-        """NVML and this GPU in it; None where it cannot be read."""
+        """NVML, and this GPU in it; None where NVML cannot be read or does not show the GPU."""
         connection = nvml.connect()
         try:
             return None if isinstance(connection, str) else (connection, self._gpu(connection))
@@ -200,8 +200,8 @@ class Instruments:
         """Find this GPU in NVML.
 
         NVML lists GPUs in the order of the bus, and CUDA may put the fastest first. So once this process has a context, or where
-        the machine's GPUs differ, torch is asked for the UUID. Otherwise, and where NVML knows no such UUID, it is the GPU at the
-        same index.
+        the machine's GPUs differ, torch is asked for the UUID. Otherwise, and where NVML does not know that UUID, the GPU at the
+        same index is taken.
         """
         certain = has_context()
         if certain not in self._matches:
@@ -223,14 +223,14 @@ class Instruments:
         return placed
 
     def _asked(self) -> AskedGpu | None:
-        """This GPU as torch describes it: here, where there is a context, else in another process."""
+        """This GPU as torch describes it: in this process if it has a context, else in another one."""
         if has_context():
             return describe(self._index)
         gpus = ask_torch().gpus
         return gpus[self._index] if self._index < len(gpus) else None
 
     def _info_from_torch(self, why: str) -> DeviceInfo:
-        """What torch itself tells, asked in another process unless this one has a context."""
+        """What torch tells of the GPU, where NVML does not, for the reason `why`."""
         if (asked := self._asked()) is None:
             raise DeviceError(f"{self.name} cannot be described: {why}, and torch finds no such GPU; check nvidia-smi")
         note = f"{self.name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen"

@@ -1,15 +1,15 @@
-"""What Linux says of this process and its children: memory in bytes, what its control groups allow, who held its processors.
+"""What Linux says of this process and its children: memory in bytes, what the control groups allow, who held the processors.
 
-The meaning of the memory's figures, measured over training runs (transformer, convolutions, LSTM; 0.5 to 5 GiB):
+What the figures of memory mean, as measured over training runs (transformer, convolutions, LSTM; 0.5 to 5 GiB):
 
 - `VmData` is what `RLIMIT_DATA` bounds: private writable memory, touched or not. The kernel keeps no peak of it.
 - `VmPeak - (VmSize - VmData)` is its peak as long as the other mappings (code, read-only files, shared memory) stay:
   in every run it agreed to the MiB with sampling every 3 ms. The kernel keeps `VmPeak` itself, so no short peak is missed.
-- `VmHWM - RssFile - RssShmem` is the peak of the touched part, 90 to 230 MiB below (thread stacks, tails of buffers).
+- `VmHWM - RssFile - RssShmem` is the peak of the touched part, 90 to 230 MiB less (thread stacks, tails of buffers).
 
-A limit of a control group (v1 or v2) may sit on any ancestor, so every directory from this process's group up to the mount is read. In
-a container the path in `/proc/self/cgroup` may be the host's while only the container's part is mounted; then the mount itself is
-the group.
+A control group's limit (v1 or v2) may sit on any ancestor, so every directory from this process's group up to the mount is read. In
+a container the path in `/proc/self/cgroup` may be the host's while only the container's part is mounted; then the mount itself
+counts as the group.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import psutil
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PROC, ROOT = Path("/proc"), Path("/")
-DISTURBED = 0.1  # share of the time, above which what was measured may be wrong
+DISTURBED = 0.1  # where others held more than this share of the time, a measurement may be wrong
 _UNLIMITED = 2**62  # v1 writes the largest multiple of the page size for "no limit"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMemory:
-    """A process's memory in bytes; see the module's text."""
+    """A process's memory in bytes; the module's docstring explains the figures."""
 
     data_bytes: int  # VmData
-    touched_bytes: int  # RssAnon and what of it was swapped out
+    touched_bytes: int  # RssAnon, and the part that was swapped out
     peak_touched_bytes: int
     shared_bytes: int  # RssShmem, e.g. batches that data-loading workers handed over
     peak_size_data_bytes: int  # VmPeak - (VmSize - VmData)
@@ -47,8 +47,8 @@ class ProcessMemory:
     def peak_data_bytes(self, limit_bytes: int | None = None) -> int:
         """Peak of `VmData`.
 
-        A large mapping of something else (a file, say) that is gone by now also raised `VmPeak`. The figure then exceeds the
-        limit, or twice what was ever touched; in that case the touched peak plus what is untouched now replaces it.
+        A large mapping of something else (a file, say), since closed, also raised `VmPeak`. The figure then exceeds the limit,
+        or twice what was ever touched; in that case the touched peak plus what is untouched now replaces it.
         """
         untouched = max(0, self.data_bytes - self.touched_bytes)
         believable = 2 * self.peak_touched_bytes + untouched
@@ -61,7 +61,7 @@ class ProcessMemory:
 
 
 def process_memory() -> ProcessMemory:
-    """This process's memory now; where there is no /proc, what it has touched stands for all of it."""
+    """This process's memory now; where there is no /proc, the touched memory stands for every figure."""
     if not PROC.exists():
         touched = psutil.Process().memory_info().rss
         return ProcessMemory(
@@ -96,13 +96,13 @@ def descendants(proc: Path = PROC) -> Iterator[int]:
     unseen = [os.getpid()]
     while unseen:
         for task in (proc / str(unseen.pop()) / "task").glob("*/children"):
-            children = [int(pid) for pid in read(task).split()]  # none of one that ended meanwhile
+            children = [int(pid) for pid in read(task).split()]  # a process that ended meanwhile has none
             yield from children
             unseen += children
 
 
 def descendants_private_bytes() -> int:
-    """Memory that belongs to descendants alone. Pages that they share with this process are not counted again."""
+    """Memory that belongs to descendants alone, without the pages that they share with this process."""
     total = 0
     for pid in descendants():
         with contextlib.suppress(psutil.Error):  # ended meanwhile, or belongs to another user
@@ -119,7 +119,7 @@ class MemoryAllowance:
 
 
 def memory_allowance(root: Path = ROOT) -> MemoryAllowance | None:
-    """The tightest memory limit and the smallest remainder over all groups; None without a limit."""
+    """The tightest memory limit, and the smallest remainder, of this process's control groups; None without a limit."""
     limits: list[int] = []
     free: list[int] = []
     for directory, names in _directories(root, "memory", _V1_MEMORY, _V2_MEMORY):
@@ -135,7 +135,7 @@ def memory_allowance(root: Path = ROOT) -> MemoryAllowance | None:
 
 
 def processor_quota(root: Path = ROOT) -> float | None:
-    """Number of processors that the groups allow (`docker --cpus`); None without a quota."""
+    """Number of processors that the control groups allow (`docker --cpus`); None without a quota."""
     quotas = []
     for directory, is_v2 in _directories(root, "cpu", False, True):
         if is_v2:
@@ -150,7 +150,7 @@ def processor_quota(root: Path = ROOT) -> float | None:
 def kernel_oom_kills(root: Path = ROOT) -> int:
     """Processes that the kernel's out-of-memory killer has killed in this control group (v2: and below it), or else on this machine.
 
-    A rise distinguishes a SIGKILL by the kernel from one by a user. 0 if the kernel does not count.
+    If the number has risen, a SIGKILL came from the kernel and not from a user. 0 if the kernel does not count.
     """
     for directory, name in _directories(root, "memory", "memory.oom_control", "memory.events"):
         if (kills := _table(directory / name).get("oom_kill")) is not None:
@@ -237,13 +237,13 @@ def processors() -> set[int]:
 
 
 class ProcessorWatch:
-    """Watches this process from the creation of the watch.
+    """Measures, from its creation on, the share of time in which others held the processors that this process wanted.
 
-    Two sources, both from the kernel. `schedstat` counts for each thread how long it was runnable but waited for a
-    processor; over the wall time and the compute threads that is the share of their time they lacked, and two equal
-    processes on one core give 0.5. Threads of this process, and its data-loading workers, also wait for each other: the
-    share is therefore bounded by what they left unused of the processors they may run on. On a virtual machine `steal`
-    in `/proc/stat` counts the time the hypervisor gave to others.
+    Two counters of the kernel tell. `schedstat` counts for each thread how long it was runnable but waited for a processor.
+    Divided by wall time and compute threads, this is the share of their time that the threads lacked: 0.5 for two equal
+    processes on one core. Threads of this process, and its data-loading workers, also wait for each other, so the share is
+    bounded by what they left unused of their processors. On a virtual machine `steal` in `/proc/stat` counts the time that
+    the hypervisor gave to others.
     """
 
     def __init__(self, proc: Path = PROC) -> None:
@@ -272,7 +272,7 @@ class ProcessorWatch:
     def _thread_waits(self) -> dict[str, int]:
         """Nanoseconds each living thread has waited for a processor while runnable."""
         threads = {path.parent.name: read(path).split() for path in (self._proc / "self/task").glob("*/schedstat")}
-        # none of one that ended meanwhile
+        # a thread that ended meanwhile has no figures
         return {thread: int(figures[1]) for thread, figures in threads.items() if figures}
 
     def _processor_time(self) -> float:

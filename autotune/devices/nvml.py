@@ -1,6 +1,6 @@
 """Reads GPUs through NVIDIA's management library (NVML), which creates no CUDA context.
 
-Every reading is optional: it is missing if the driver or the GPU does not support it.
+Every reading is optional: one that the driver or the GPU does not support is missing.
 
 Numbers and names follow the NVML API reference (https://docs.nvidia.com/deploy/nvml-api).
 """
@@ -19,8 +19,8 @@ from autotune.devices.base import Telemetry
 
 _TEMPERATURE_GPU = 0
 _CLOCK_SM = 1
-# bits of nvmlDeviceGetCurrentClocksEventReasons that mean slower than asked for; idle, application clocks and sync
-# boost do not
+# bits of nvmlDeviceGetCurrentClocksEventReasons that mean a clock lower than asked for; those for idle, application clocks and
+# sync boost do not
 _SLOWDOWNS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -39,7 +39,7 @@ _PATHS = {
     40: "over PCIe and a processor's inner links",
     50: "over PCIe and the link between processors",
 }
-# FP32 cores of a multiprocessor, by compute capability (CUDA C++ Programming Guide, "Arithmetic Instructions"); 128 on the others
+# compute capabilities whose multiprocessors have 64 FP32 cores (CUDA C++ Programming Guide, "Arithmetic Instructions"); the others have 128
 _WITH_64_CORES = {(6, 0), (7, 0), (7, 2), (7, 5), (8, 0)}
 
 
@@ -50,7 +50,7 @@ class Gpu:
     Attributes:
         handle: NVML's handle.
         board: handle of the physical GPU, which has the instruments; without MIG the same as `handle`.
-        uuids: its own and its board's, either of which CUDA may name it by, without a prefix.
+        uuids: its own UUID and its board's, without prefixes: CUDA may name it by either.
     """
 
     handle: Any
@@ -86,7 +86,7 @@ class Nvml:
         return [self._describe(handle, handle) for handle in handles if handle is not None]
 
     def differ(self) -> bool:
-        """Whether CUDA may number the GPUs in another order than NVML: unlike ones, the fastest first."""
+        """Whether CUDA may number the GPUs in another order than NVML: where GPUs differ, it puts the fastest first."""
         in_bus_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         return not in_bus_order and len({board.name for board in self.boards()}) > 1
 
@@ -147,7 +147,7 @@ class Nvml:
         return _watts(self._read("nvmlDeviceGetEnforcedPowerLimit", gpu.board)) or 0.0
 
     def used_by_process(self, gpu: Gpu) -> dict[int, int | None]:
-        """Bytes that the driver books on each process that computes on the GPU, this one included where it does.
+        """Process number -> bytes that the driver books on it, for each process that computes on the GPU.
 
         In a container the process numbers may be the host's, or the list may be empty.
         """
@@ -158,10 +158,10 @@ class Nvml:
         return {pid: None if used is None else int(used) for pid, used in booked.items()}
 
     def utilization_by_process(self, gpu: Gpu, since_us: int) -> dict[int, float]:
-        """Share of the multiprocessors' time (0 to 1) that each process took since then; empty where not supported.
+        """Share of the multiprocessors' time (0 to 1) that each process took since `since_us`; empty where not supported.
 
         Args:
-            gpu: which one.
+            gpu: the GPU.
             since_us: microseconds since the epoch.
         """
         samples: dict[int, list[float]] = {}
@@ -174,7 +174,7 @@ class Nvml:
         """Read every instrument the GPU has.
 
         Args:
-            gpu: which one.
+            gpu: the GPU.
             without: process ids that do not count as other processes.
         """
         utilization = self._read("nvmlDeviceGetUtilizationRates", gpu.board)
@@ -202,7 +202,7 @@ class Nvml:
     def throttle_reasons(self, gpu: Gpu) -> tuple[str, ...]:
         """Why the clock is lower than asked for now, in words."""
         bits = self._read("nvmlDeviceGetCurrentClocksEventReasons", gpu.board)
-        if bits is None:  # the name before driver 535
+        if bits is None:  # drivers before 535 know it by this name
             bits = self._read("nvmlDeviceGetCurrentClocksThrottleReasons", gpu.board)
         return tuple(words for bit, words in _SLOWDOWNS.items() if int(bits or 0) & bit)
 
@@ -231,9 +231,9 @@ class Nvml:
         return os.path.basename(name.split(" ")[0])
 
     def _read(self, function: str, *arguments: Any) -> Any:
-        """Call NVML; None where this driver, GPU or module does not have it.
+        """Call NVML; None where this driver, GPU or module does not have the function.
 
-        Any exception means that: not all that the module raises is an NVMLError (NVMLLibraryMismatchError is not).
+        Any exception means that: some that the module raises are no NVMLError (NVMLLibraryMismatchError, say).
         """
         try:
             return getattr(self._module, function)(*arguments)
@@ -241,7 +241,7 @@ class Nvml:
             return None
 
 
-_connections: dict[int, Nvml | str] = {}  # by process: a connection does not survive a fork
+_connections: dict[int, Nvml | str] = {}  # by process number: a connection does not survive a fork
 
 
 def connect() -> Nvml | str:

@@ -1,4 +1,4 @@
-"""What a process of its own finds out about a device for `autotune doctor`. Each function returns plain facts and judges nothing."""
+"""Tests of a device for `autotune doctor`, each in a separate process. Each function returns plain facts and judges nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memory_limit(name: str) -> Facts:
 
 
 def other_error(name: str) -> Facts:
-    """Raise what is no lack of memory: shapes that do not match."""
+    """Raise an error that is no lack of memory: shapes that do not match."""
     device = open_device(name)
     device.enter()
     try:
@@ -49,7 +49,7 @@ def other_error(name: str) -> Facts:
 
 
 def books(name: str) -> Facts:
-    """Hold a known amount, and compare the device's peak with it and with what driver or kernel book."""
+    """Hold a known amount of memory, and read the device's peak and what the driver or the kernel books."""
     device = open_device(name)
     device.enter()
     held_bytes = 256 * MIB
@@ -68,7 +68,7 @@ def books(name: str) -> Facts:
 
 
 def hold(name: str) -> Facts:
-    """Hold memory until it is killed; what `autotune doctor` kills."""
+    """Hold memory until `autotune doctor` kills this process."""
     device = open_device(name)
     device.enter()
     block = torch.ones(GIB // 2, dtype=torch.uint8, device=device.torch_device)
@@ -118,7 +118,7 @@ def page_locked(name: str) -> Facts:
 
 def workers(name: str) -> Facts:
     """Load a few batches in two processes."""
-    warnings.simplefilter("ignore")  # torch's, that two are many for a machine with one processor
+    warnings.simplefilter("ignore")  # torch warns that two workers are many for a machine with one processor
     samples = torch.arange(64.0)
     loader = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(samples), batch_size=8, num_workers=2, multiprocessing_context="fork"
@@ -127,7 +127,7 @@ def workers(name: str) -> Facts:
 
 
 def driver(name: str) -> Facts:
-    """What NVML says, as raw as it is; without what names a person, a process or a board."""
+    """NVML's raw readings, without anything that names a person, a process or a board."""
     connection = nvml.connect()
     if isinstance(connection, str):
         return {"why_none": connection}

@@ -1,4 +1,6 @@
-"""The devices that memory is predicted for: kinds whose kernels allocate alike, graphics cards by name, and a GPU that is not there."""
+"""The devices that memory is predicted for: kinds whose kernels allocate alike, graphics cards by name, and a stand-in for a GPU that is
+not in this machine.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 from autotune.units import GIB, MIB, format_bytes, parse_bytes
 
-Target = str  # torch's name of the type, with the compute capability and the number of multiprocessors as far as they are known
+Target = str  # torch's name of the type; if known, followed by compute capability and number of multiprocessors
 
 FLASH_CAPABILITY = (8, 0)
 _TYPICAL_CAPABILITY, _TYPICAL_MULTIPROCESSORS = (8, 0), 108  # an A100's
-# by compute capability; 2048 for others (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")
+# threads per multiprocessor; 2048 for other capabilities (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")
 _MAX_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-_UNKNOWN_CAPABILITY = (8, 0)  # of a card given by its size alone: bfloat16 and flash attention
-_NUM_NEAREST = 4  # names that are like an unknown one
+_UNKNOWN_CAPABILITY = (8, 0)  # assumed for a card given by its size alone: it has bfloat16 and flash attention
+_NUM_NEAREST = 4  # similar names that are offered for an unknown one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +40,17 @@ class GpuKind:
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """The most threads that can be resident on one."""
+        """The most threads that can be resident on one multiprocessor."""
         return _MAX_THREADS.get(self.capability, 2048)
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether torch's flash attention runs on it."""
+        """Whether torch's flash attention runs on this GPU."""
         return self.capability >= FLASH_CAPABILITY
 
 
 def target_of(device: DeviceInfo) -> Target:
-    """The kind of a device. A GPU of unknown compute capability counts as an A100."""
+    """The target that a device belongs to. A GPU of unknown compute capability counts as an A100."""
     if device.capability <= (0, 0):
         return device.kind
     return f"{device.kind} {device.capability[0]}.{device.capability[1]} {device.num_multiprocessors}"
@@ -75,10 +77,10 @@ class Card:
 
     Attributes:
         name: as NVIDIA writes it, or the size that the user gave.
-        total_bytes: the total of `torch.cuda.mem_get_info`, a little less than the printed size. Error correction is on if
-            the card has a switch for it.
+        total_bytes: the total of `torch.cuda.mem_get_info`, a little less than the printed size; for cards that can switch
+            error correction, with it switched on.
         capability: CUDA compute capability.
-        num_multiprocessors: streaming multiprocessors; 0 of a card given by its size alone.
+        num_multiprocessors: streaming multiprocessors; 0 for a card given by its size alone.
     """
 
     name: str
@@ -87,8 +89,8 @@ class Card:
     num_multiprocessors: int = 0
 
 
-# Totals in MiB as the driver reports them; they differ by some MiB between drivers and boards. Compute capabilities, and streaming
-# multiprocessors by NVIDIA's data sheets.
+# name, total in MiB as the driver reports it (some MiB differ between drivers and boards), compute capability, and streaming
+# multiprocessors from NVIDIA's data sheets
 _KNOWN = (
     ("B300 288GB", 274_000, (10, 3), 148),
     ("B200 180GB", 182_000, (10, 0), 148),
@@ -167,7 +169,7 @@ def card_of(text: str) -> Card:
             name do not matter. The size is optional if the card comes in one size.
 
     Raises:
-        ConfigError: the text is not a size, and no card or several cards have this name.
+        ConfigError: the text is neither a size of at least 1 GiB nor the name of exactly one card.
     """
     key = _key(text)
     matches = [card for card in CARDS if key in (_key(card.name), _key(_without_size(card.name)))]
@@ -202,7 +204,7 @@ def _key(text: str) -> str:
 
 
 class AbsentGpu(CpuDevice):
-    """Stands for a GPU that is known only by its description, to find out what would apply to it. The work runs on the CPU.
+    """Stands for a GPU that is known only by its description, to find out what would apply there. All work runs on the CPU.
 
     Nothing can be measured on it. A process on it is assumed to hold as much as a typical CUDA context.
 
@@ -217,7 +219,7 @@ class AbsentGpu(CpuDevice):
         self._info = info
 
     def info(self) -> DeviceInfo:
-        """The description."""
+        """The description that was given."""
         return self._info
 
     @property

@@ -1,8 +1,7 @@
-"""Recognises errors of torch and its libraries: a failed allocation, a missing kernel. A user's exception that sounds like one is none.
+"""Recognises errors of torch and its libraries: a failed allocation, a missing kernel. A user's exception with such words does not count.
 
-Some libraries hide the cause: oneDNN says `could not create a primitive` and cuBLAS `CUBLAS_STATUS_NOT_INITIALIZED`,
-both for lack of memory and for other reasons. Those count only with evidence from the device: that it stands at its
-limit.
+Some libraries hide the cause: oneDNN says `could not create a primitive`, and cuBLAS `CUBLAS_STATUS_NOT_INITIALIZED`, for lack
+of memory as for other reasons. Such errors count only where the device shows that memory is at its limit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ALLOCATION_FAILED = re.compile(
 )
 _DRIVER_REFUSED = re.compile(r"CUDA error: out of memory\b")
 _PERHAPS_FAILED = re.compile(
-    # oneDNN: convolutions, linear layers, LSTMs. Without a primitive descriptor it has no such kernel, whatever the memory
+    # oneDNN: convolutions, linear layers, LSTMs. Where it cannot create a primitive descriptor, it lacks the kernel and not memory
     r"could not (?:create|execute|initialize) an? (?!primitive descriptor\b)[\w ]+\Z"
     r"|can't start new thread\Z"
     r"|DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: Killed|exited unexpectedly)"
@@ -35,7 +34,7 @@ _PERHAPS_FAILED = re.compile(
     r"|(?:(?:GET|FIND) was )?[Uu]nable to find an engine to execute this computation"
     r"|(?:FIND|Unable to find|unable to find) [\w ]*cuDNN algorithm to run convolution"
 )
-# what torch raises in place of an error in a data-loading worker, a pinning thread or a replica: its traceback as text
+# torch re-raises an error of a data-loading worker, a pinning thread or a replica with that error's traceback as its message
 _HANDED_OVER = re.compile(r"Caught \w+ in [^\n]+\.\nOriginal ")
 _HANDED_LINE = re.compile(
     r"^(?:Original )?(?:[\w.]+\.)?(?:(?P<memory>MemoryError|_ArrayMemoryError|OutOfMemoryError)(?:: .*)?"
@@ -56,7 +55,7 @@ _NO_KERNEL = {
     "oneDNN, torch's CPU library, has no kernel for this on this processor": re.compile(
         r"could not create a primitive descriptor\b[\w ]*"
     ),
-    # none of cuDNN's engines takes shapes, types or strides as they are, e.g. attention with heads of an odd width
+    # none of cuDNN's engines takes these shapes, types or strides, e.g. attention with heads of an odd width
     "cuDNN has no kernel for this on this GPU": re.compile(
         r"cuDNN Frontend error: [^\n]*(?:No execution plans support the graph|No valid engine configs[\w ]*)"
     ),
@@ -68,8 +67,8 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
     """Whether `error`, or anything in its causes, contexts or groups, is a failed allocation.
 
     Args:
-        error: as caught.
-        scarce: whether other evidence says that memory has run short; called only if an error may have
+        error: the error as caught.
+        scarce: tells whether other evidence shows that memory has run short; called only where an error may also have
             another cause.
     """
     links = list(chain(error))
@@ -79,7 +78,7 @@ def is_out_of_memory(error: BaseException, *, scarce: Callable[[], bool] = lambd
 
 
 def is_hosts(error: BaseException) -> bool:
-    """Whether a failed allocation was one of the host's memory, whatever the device that was trained on."""
+    """Whether a failed allocation was for the host's memory, whatever device is trained on."""
     return any(
         isinstance(link, MemoryError)
         or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
@@ -89,12 +88,12 @@ def is_hosts(error: BaseException) -> bool:
 
 
 def is_drivers(error: BaseException) -> bool:
-    """Whether the driver itself refused memory, and not torch's allocator."""
+    """Whether the driver itself, and not torch's allocator, refused memory."""
     return any(is_librarys(link) and _DRIVER_REFUSED.match(str(link)) for link in chain(error))
 
 
 def failed_allocation(printed: str) -> str:
-    """The first line of what a program printed in which torch tells of a failed allocation; empty where there is none."""
+    """The first printed line in which torch reports a failed allocation; empty where there is none."""
     return next((line.strip() for line in printed.splitlines() if _PRINTED.search(line)), "")
 
 
@@ -107,7 +106,7 @@ def attempted_bytes(error: BaseException) -> int:
 
 
 def missing_kernel(error: BaseException) -> str:
-    """Whose kernel is missing, and the library's message, from `error`, its causes and contexts; else empty."""
+    """Which library lacks a kernel, and its message, if `error` or one of its causes and contexts says so; else empty."""
     for link in chain(error):
         for told, pattern in _NO_KERNEL.items():
             if is_librarys(link) and (found := pattern.match(str(link))):
@@ -140,7 +139,7 @@ def _is_failed_allocation(error: BaseException) -> bool:
 
 
 def _says(error: BaseException, pattern: re.Pattern[str]) -> bool:
-    """Whether an error of torch's C++ says so, or the traceback in place of such an error of a worker."""
+    """Whether an error of torch's C++ matches the pattern, or such an error in a traceback that a worker handed over."""
     if is_librarys(error) and pattern.match(str(error)):
         return True
     return any(line["message"] and pattern.match(line["message"]) for line in _lines_handed_over(error))
@@ -151,7 +150,7 @@ def _lines_handed_over(error: BaseException) -> Iterator[re.Match[str]]:
 
 
 def is_accelerators(error: BaseException) -> bool:
-    """Whether CUDA or one of its libraries failed. Kernels run later than they are called, so the line that raises it may be any."""
+    """Whether CUDA or one of its libraries failed. Kernels run later than they are called, so any later line may raise the error."""
     return is_librarys(error) and _ACCELERATOR_FAILED.match(str(error)) is not None
 
 

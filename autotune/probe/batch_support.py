@@ -9,10 +9,10 @@ from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, divisor
 from autotune.records.inspection import BatchSupport
 from autotune.units import plural
 
-# Each octave is cut at 1, 1.25 and 1.5: steps of 1.2x to 1.33x, multiples of 8 from 32 on (tensor cores want those).
+# Each octave has the sizes 1, 1.25 and 1.5 times its start: steps of 1.2x to 1.33x, multiples of 8 from 32 on, as tensor cores want.
 _OCTAVE_QUARTERS = (4, 5, 6)
 ONE_BATCH = "no global batch is given, so every step takes one batch"
-_RANGE_BELOW, _RANGE_ABOVE = 16, 64  # searched: baseline / 16 to baseline x 64
+_RANGE_BELOW, _RANGE_ABOVE = 16, 64  # sizes from baseline / 16 to baseline x 64 are searched
 
 
 def batch_support(
@@ -25,19 +25,19 @@ def batch_support(
     whole_step: str = "",
     coupling: Coupling | None = None,
 ) -> BatchSupport:
-    """Which batch sizes and accumulation steps to search: the exact divisors of a process's share of the global batch, or steps of
-    about 1.25x.
+    """Which batch sizes and accumulation steps to search. Sizes divide a process's share of the global batch; without one they rise
+    by about 1.25x.
 
     Args:
-        global_batch: of all processes of the baseline's world together.
-        normalises: the model has batch normalisation.
-        fixed_accumulation: of the task.
+        global_batch: samples of a step, of all processes of the baseline's world together.
+        normalises: whether the model has batch normalisation.
+        fixed_accumulation: why the task's accumulation may not change; empty where it may.
         whole_step: why a step takes all of the global batch at once; empty where it may accumulate.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
 
     With batch normalisation the micro batch is part of what is learned: a gradient cosine of 0.33 was measured between
-    micro batches of 2 and 8. Accumulating more than the baseline is then an optional choice. Where the loss couples the samples
-    of a batch, every other micro batch than the baseline's is one; where nobody knows whether it does, every smaller one.
+    micro batches of 2 and 8. Accumulating more than the baseline is then optional. Where the loss couples the samples of a
+    batch, every micro batch but the baseline's is optional; where it is not known whether it does, every smaller one is.
     """
     if global_batch is not None:
         global_batch = share_of(global_batch, baseline.world)
@@ -87,7 +87,7 @@ def batch_support(
 
 
 def _whole(found: BatchSupport, baseline: BatchPlan, global_batch: int | None, coupling: Coupling) -> BatchSupport:
-    """The choices where the batch of the baseline must not be cut, or nobody knows whether it may be."""
+    """The choices where the baseline's batch must not be cut, or where it is not known whether it may be."""
     is_coupled = coupling.verdict is Verdict.COUPLED
     if global_batch is None:
         if not is_coupled:  # nothing is cut: the user left the batch open

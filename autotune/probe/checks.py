@@ -23,23 +23,24 @@ from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import MANTISSA_BITS
 
 T = TypeVar("T")
-EXACT_ERROR = 1e-5  # relative: what reordering sums in fp32 amounts to
+EXACT_ERROR = 1e-5  # relative error that reordering sums in fp32 causes
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise
 REDUCED_COSINE = 0.999
-REDUCED_GRADIENT_ERROR = 0.1  # the cosine does not see a wrong scale; at equal norms 0.999 is an error of 0.045
-REDUCED_SIZE_ERROR = 0.2  # of the gradient: rounding turns it, and hardly scales it, in any model
+REDUCED_GRADIENT_ERROR = 0.1  # a cosine does not see a wrong scale; one of 0.999 at equal norms is an error of 0.045
+REDUCED_SIZE_ERROR = 0.2  # of the gradient's norm: in any model rounding turns the gradient, and hardly scales it
 REDUCED_LOSS_ERROR = 0.05
 REDUCED_BUFFER_ERROR = 0.05
-# Times what rounding the parameters alone does to the model. A layer in a short type rounds four things alike: weight, input,
-# output and its gradient; independent, they err twice as much as one. Batch normalisation makes even one err by 20 %.
+# The allowed error is this many times the error of rounding the parameters alone. A layer in a short type rounds four tensors:
+# weight, input, output and the output's gradient. As these are independent, they err twice as much as one. With batch
+# normalisation a single rounding can already err by 20 %.
 ROUNDING_FACTOR = 2.0
-# Where the model's own rounding asks for more than this, a gradient that is wrong differs hardly more than one that is right.
+# If the model's rounding needs a larger bound than this, a wrong gradient differs hardly more than a right one.
 TELLING_ERROR = 0.5
-TELLING_COSINE = 0.875  # at equal sizes the same angle
-# Parameters after several steps, relative to how far they moved. Adam divides a gradient by its own size, so where it is
-# nearly zero its rounding decides the whole step.
+TELLING_COSINE = 0.875  # the same angle, at equal norms
+# Error of the parameters after several steps, relative to how far they moved. Adam divides a gradient by its own size, so the
+# rounding of a gradient near zero decides the whole step.
 MOVEMENT_ERROR = 1e-3
-DOUBLE_ERROR = 1e-9  # where fp32 disagrees: the same bound, as far above the rounding of double precision
+DOUBLE_ERROR = 1e-9  # in double precision, where fp32 disagrees: as far above rounding as `EXACT_ERROR` is in fp32
 
 
 def run_checks(
@@ -55,18 +56,19 @@ def run_checks(
     Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
     of the state dict. Where the config's techniques are exact, they may have a relative error of 1e-5 or ten times the
     model's own noise, and `Technique.check_steps` asks for more steps. Otherwise the gradient's cosine must be 0.999, or
-    the error at most twice that of plain fp32 with parameters rounded as far, and its size must be right within 20 %. The
-    check is undecided where the model magnifies rounding so much that a wrong gradient differs hardly more than a right one.
-    Checkpointing, optimizer and loader are compared with dropout on, since they must keep its random state. If a config
-    also changes dtype, layout or micro batch, dropout is the identity on both sides: check each technique alone, too.
+    the error at most twice that of plain fp32 with parameters rounded to the same type, and the gradient's size must be right
+    within 20 %. The check is undecided where the model magnifies rounding so much that a wrong gradient differs hardly more
+    than a right one. Checkpointing, optimizer and loader are compared with dropout on, since they must keep its random state.
+    If a config also changes dtype, layout or micro batch, dropout is the identity on both sides: check each technique alone, too.
 
     Args:
-        config: complete or partial; its batch size is ignored. One that accumulates gets the samples in two micro batches,
-            where they can be cut.
+        config: complete or partial; its batch size is ignored. A config that accumulates gets the samples in two micro batches,
+            where the task can cut a batch.
         device: where to compare; process-wide settings and random states are restored.
-        batch_size: samples to compare on; in a world a multiple of its processes, twice where the config accumulates.
-        world: the processes that train with the config, each on its part of the samples, against one that trains plainly with
-            all of them. Where batches are normalised they are compared with copies of the model, which normalise as much.
+        batch_size: samples to compare on; in a world a multiple of the number of processes, of twice that if it accumulates.
+        world: the processes that train with the config, each on its part of the samples; they are compared with one process that
+            trains plainly on all samples. If the model normalises over a batch, they are compared with processes that each train a
+            plain copy on their part, and so normalise over the same samples.
 
     Raises:
         UnsupportedError: the config cannot be applied to the model on the device.
@@ -75,7 +77,7 @@ def run_checks(
     """
     techniques = find_techniques()
     config = techniques.complete(config)
-    task = techniques.narrow_task(task, config)  # what is trained is no technique to compare: plain fp32 trains it, too
+    task = techniques.narrow_task(task, config)  # what is trained is not compared: plain fp32 is to train the same
     return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size, techniques, world).check()
 
 
@@ -106,7 +108,7 @@ class _Comparison:
         used = [techniques[name] for name in changes]
         self.exact = all(technique.exact for technique in used)
         self.changes_learning = any(technique.changes_learning for technique in used)
-        # Another dtype, another memory layout and micro batches draw other masks by nature, which says nothing of gradients.
+        # Another dtype, another memory layout and micro batches draw other masks anyway, which says nothing of gradients.
         self.same_masks = (
             world.size == 1 and self.micro_steps == 1 and all(technique.keeps_random_masks for technique in used)
         )
@@ -116,7 +118,7 @@ class _Comparison:
         self.notes: list[str] = []  # what the user should know besides
 
     def _same(self, found: T) -> T:
-        """What rank 0 has found, for all ranks: by it each decides what is run next, and all have to take part in that."""
+        """What rank 0 has found, for all ranks: it decides what is run next, and all ranks have to take part in that."""
         return found if self.world.size == 1 else gather(found)[0]
 
     def check(self) -> Check:
@@ -182,11 +184,11 @@ class _Comparison:
         """Complain of a difference, unless the model's own noise, single roundings or its batch statistics explain it.
 
         Returns:
-            The complaints, none where the config passes; the noise, with other random draws where those count; and whether the
-            model magnifies rounding so far that the comparison says little.
+            The complaints, none where the config passes; the noise, which includes other random draws where the config makes
+            them; and whether the model magnifies rounding so far that the comparison says little.
         """
         complaints = self.complaints(found, noise)
-        if complaints and not self.same_masks:  # what is drawn in other ways is the model's own noise
+        if complaints and not self.same_masks:  # the effect of other random draws is the model's own noise
             draws = RandomDraws()
             others = self._same(difference(plain, runs.run(self.plain, seed=SEED + 1, draws=draws)))
             if draws.seen or self.micro_steps > 1:
@@ -235,7 +237,7 @@ class _Comparison:
         yield from names
 
     def blamed(self, cause: Sequence[str]) -> str:
-        """What makes the config differ, in words."""
+        """The cause of the difference, in words."""
 
         def words(name: str) -> str:
             if name == ACCUMULATION:
@@ -246,15 +248,15 @@ class _Comparison:
         return f"the cause is {' and '.join(map(words, cause))}"
 
     def error_in_double(self, runs: Runs) -> float:
-        """The largest error when model and data are double precision; infinite where the model does not run in it.
+        """The largest error when model and data are in double precision; infinite where the model does not run so.
 
-        A rounding that flips one ReLU changes a convolutional network's gradient by a percent, in some runs only. In
-        double precision it does not happen, while a technique that is wrong stays wrong.
+        A rounding that flips one ReLU changes a convolutional network's gradient by a percent, but only in some runs. In
+        double precision that does not happen, while a wrong technique stays wrong.
         """
         double = runs.in_double()
         try:
             found = self._same(difference(double.run(self.plain), double.run(self.config, together=True)))
-        except RuntimeError as error:  # code that makes fp32 tensors, an operator without a double kernel, no memory
+        except RuntimeError as error:  # user code makes fp32 tensors, an operator has no double kernel, memory ran out
             if self.device.is_out_of_memory(error) and self.device.is_crowded(attempted_bytes(error)):
                 raise
             return math.inf
@@ -273,7 +275,7 @@ class _Comparison:
         """The bounds that are exceeded, in words. Comparisons are written so that NaN exceeds them.
 
         Args:
-            rounded: what rounding the parameters as far as the config's arithmetic does to plain fp32, where that is known.
+            rounded: how plain fp32 differs with parameters rounded to the config's arithmetic, where that was run.
         """
         reduced = (REDUCED_LOSS_ERROR, REDUCED_GRADIENT_ERROR, REDUCED_BUFFER_ERROR)
         least_loss, least_gradient, least_buffers = (EXACT_ERROR,) * 3 if self.exact else reduced
@@ -282,7 +284,7 @@ class _Comparison:
             least_loss = max(least_loss, ROUNDING_FACTOR * rounded.loss)
             least_gradient = max(least_gradient, ROUNDING_FACTOR * rounded.gradient)
             least_buffers = max(least_buffers, ROUNDING_FACTOR * rounded.buffers)
-            # an angle's cosine falls with its square
+            # 1 - cosine grows with the square of the angle
             lowest = min(lowest, 1 - ROUNDING_FACTOR**2 * (1 - rounded.cosine))
         bounds = (
             ("the loss differs", found.loss, least_loss, noise.loss),
@@ -299,7 +301,7 @@ class _Comparison:
 
 
 def _can_be_cut(task: Task) -> bool:
-    """Whether two micro batches can be made of one batch, so that plain training sees the same samples at once."""
+    """Whether a batch can be cut into two micro batches, so that plain training can see the same samples at once."""
     try:
         task.cuts()
     except CannotCutError:
@@ -308,7 +310,7 @@ def _can_be_cut(task: Task) -> bool:
 
 
 def _move_by_one_ulp(model: torch.nn.Module) -> None:
-    """Move every parameter by about one unit in its last place; a well-conditioned model does not notice that."""
+    """Move every parameter by about one unit in its last place, which hardly changes a well-conditioned model's results."""
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -20,23 +20,23 @@ from autotune import session
 from autotune.records.outcome import Kept
 from autotune.task.usercode import is_user_file
 
-_STEPS = 3  # what the first two leave behind, the third does not need any more
+_STEPS = 3  # tensors of the first two that live after the third are leaks
 _SHOWN = 10
-_LIFT = torch.ops.aten.lift_fresh.default  # what `torch.tensor` ends with
+_LIFT = torch.ops.aten.lift_fresh.default  # the operator with which `torch.tensor` ends
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def kept(step: Callable[[], object]) -> tuple[Kept, ...]:
     """Take a few steps, and find the tensors that each of them leaves behind.
 
-    Every operator is seen as it makes a tensor. Some time later, what still lives is leaked: held by the code itself (by
-    some Python object) or by the autograd graph of a tensor that is.
+    Every operator is seen as it makes a tensor. Tensors that still live a step later are leaked. Either the code itself holds
+    them, by some Python object, or the autograd graph of such a tensor does.
 
     Args:
         step: takes a training step.
 
     Returns:
-        Up to ten kinds of tensors, those that the code itself holds first, then the largest.
+        Up to ten kinds of tensors: first those that the code itself holds; larger ones before smaller.
     """
     births = _Births()
     with births:
@@ -71,7 +71,7 @@ def kept(step: Callable[[], object]) -> tuple[Kept, ...]:
 
 @dataclass
 class _Birth:
-    """A storage, without keeping it, and who made it."""
+    """A storage, which is not kept alive, and where it was made."""
 
     storage: StorageWeakRef
     step: int
@@ -85,8 +85,8 @@ class _Births(TorchDispatchMode):
     """Takes note of every storage that an operator makes.
 
     Attributes:
-        known: by number. A storage's number is not given away while it is known here.
-        step: that runs now.
+        known: number of a storage -> its birth. The number is not reused while it is known here.
+        step: number of the step that runs now.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class _Births(TorchDispatchMode):
             given = set() if func is _LIFT else {t.untyped_storage()._cdata for t in _dense((args, kwargs or {}))}
             for tensor in new:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given:  # else a view, or what was there was changed
+                if storage._cdata not in given:  # else a view of an argument, or the argument changed in place
                     self.known[storage._cdata] = _Birth(
                         storage=StorageWeakRef(storage),
                         step=self.step,
@@ -123,9 +123,9 @@ def _dense(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _held_by_code(numbers: Any) -> dict[int, bool]:
-    """Those of the storages that a tensor has which some Python object refers to, and whether its graph hangs on it.
+    """Number of a storage with a tensor that some Python object refers to -> whether such a tensor has an autograd graph.
 
-    A tensor that only the graph keeps has a Python object as well, if Python ever saw it, but nothing refers to that.
+    A tensor that only a graph keeps has a Python object as well, if Python ever saw it, but nothing refers to that object.
     """
     found = tuple(
         value
@@ -133,7 +133,7 @@ def _held_by_code(numbers: Any) -> dict[int, bool]:
         if type(value) is torch.Tensor and value.layout is torch.strided and value.untyped_storage()._cdata in numbers
     )
     known = {id(tensor): (tensor.untyped_storage()._cdata, tensor.grad_fn is not None) for tensor in found}
-    gc.unfreeze()  # the process that probes are forked from freezes what it holds, the user's module included
+    gc.unfreeze()  # the process from which probes are forked freezes its objects, the user's module included
     here = sys._getframe()
     referred = (
         value for holder in gc.get_referrers(*found) if holder is not here for value in gc.get_referents(holder)
@@ -145,7 +145,7 @@ def _held_by_code(numbers: Any) -> dict[int, bool]:
 
 
 def _place() -> str:
-    """File and line of the user's, else of a library's, that called the operator; empty in the backward pass."""
+    """File and line of the user's code, else of a library's, that called the operator; empty in the backward pass."""
     library = ""
     frame: Any = sys._getframe(2)
     while frame is not None and (name := frame.f_code.co_filename) != session.__file__:
@@ -159,7 +159,7 @@ def _place() -> str:
 
 @functools.cache
 def _is_user(name: str) -> bool | None:
-    """Whether a file is the user's; None for a library's other than torch, False for what says nothing of the model."""
+    """True for a user's file, None for a library's, False for torch's and others that say nothing of the model."""
     if is_user_file(name):
         return True
     return None if "-packages" in name and not name.startswith(_TORCH) else False

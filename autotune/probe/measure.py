@@ -29,11 +29,11 @@ from autotune.task.batches import StepBatch, map_tensors, num_bytes, tensors
 from autotune.units import GIB, plural
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
-MAX_CYCLE_S = 1.0  # an accumulation cycle is cut then while warming up
+MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
-PREPARED_BYTES = GIB  # of host memory that they take together, if one does not take more
+PREPARED_BYTES = GIB  # at most so much host memory for them all, unless a single one takes more
 
 
 class NonFiniteError(Exception):
@@ -46,7 +46,9 @@ class TooFewSamplesError(TaskError):
 
 @dataclass(frozen=True)
 class WarmStep:
-    """A warm-up step: one micro batch (a whole step may take several) and the update. `compiled`: it says nothing of the speed."""
+    """A warm-up step: the seconds of one micro batch (a whole step may take several) and of the update. If something was compiled
+    in it, it says nothing of the speed.
+    """
 
     micro_s: float
     update_s: float
@@ -60,7 +62,7 @@ class Run:
     session: Session
     device: Device
     settings: ProbeSettings
-    report: Callable[[Progress], None]  # says how far it has come: the process may be killed at any time
+    report: Callable[[Progress], None]  # is told how far the run has come, since the process may be killed at any time
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
 
@@ -92,7 +94,7 @@ class Run:
         warmup_s = self.reporter.train_s
         self.reporter.enter("timing")
         timed_s, phases = 0.0, {}
-        # a world synchronizes once a step, and each step of the warm-up does: of several micro batches they say too much
+        # a world synchronizes once a step, but warm-up steps of one micro batch do each time, so they look too slow if it accumulates
         may_cut = self.session.world.size == 1 or self.session.config.accumulation_steps == 1
         if not (cut_short := may_cut and self._timing.cut_short(self._whole_steps_s())):
             self._time()
@@ -116,17 +118,17 @@ class Run:
             places=self.session.places,
         )
         measured = self._observers.stop(measured)
-        # a time-out would lose what was measured, so leaks are left out where a few more steps might not end in time
-        alone = self.session.world.size == 1  # where it fails in one process, the others would wait
+        # a time-out would lose the measurement, so leaks are not looked for where a few more steps might not end in time
+        alone = self.session.world.size == 1  # if the search for leaks failed in one process, the others would wait
         if alone and measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
-            with contextlib.suppress(Exception):  # memory runs out, say
+            with contextlib.suppress(Exception):  # memory may run out, say
                 return replace(measured, leaks=kept(self._take_micro_step))
         return measured
 
     def warm_up(self) -> float:
         """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
 
-        Returns the seconds that compiling took, or loading what was compiled.
+        Returns the seconds of compiling, or of loading compiled code from the cache.
 
         The first step takes the largest batch, twice if the config accumulates: accumulation peaks when one micro batch's
         activations lie beside the gradients of the earlier ones. The other steps take one micro batch. If batches
@@ -171,7 +173,7 @@ class Run:
 
     @property
     def _later(self) -> list[WarmStep]:
-        """The warm-up steps that say something of the speed: not the first, which takes the largest batch, cold, and none that compiled."""
+        """The warm-up steps that tell the speed: without the first, which takes the largest batch and is cold, and those that compiled."""
         later = self.warm_steps[1:]
         return [step for step in later if not step.compiled] or later
 
@@ -181,7 +183,7 @@ class Run:
         return WarmStep(median(step.micro_s for step in later), median(step.update_s for step in later))
 
     def _whole_steps_s(self) -> list[float]:
-        """Seconds of a whole optimizer step, estimated from each warm-up step that says something of the speed."""
+        """Seconds of a whole optimizer step, estimated from each warm-up step that tells the speed."""
         return [self._whole_s(step) for step in self._later]
 
     def _whole_s(self, step: WarmStep) -> float:
@@ -189,7 +191,7 @@ class Run:
 
     @property
     def _compile_s(self) -> float:
-        """Seconds that the first step, and each in which something was compiled, took beyond a typical one of as many micro batches."""
+        """Seconds that the first step, and each step that compiled, took beyond a typical step of as many micro batches."""
         typical = self._typical()
         num_micro = [min(2, self.session.config.accumulation_steps)] + [1] * (len(self.warm_steps) - 1)
         beyond_s = (
@@ -254,11 +256,11 @@ class Run:
         return self._together.largest(time.perf_counter() - self._began_s)
 
     def _peak_bytes(self) -> int:
-        """Of the process that needs the most."""
+        """The peak of the process that needs the most."""
         return round(self._together.largest(self.device.peak_bytes()))
 
     def _phases(self) -> dict[str, float]:
-        """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and never enter the throughput."""
+        """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and do not enter the throughput."""
         accumulation_steps = self.session.config.accumulation_steps
         batch: list[Any] = []
         loss: list[torch.Tensor] = []
@@ -311,8 +313,8 @@ class Run:
     def _accumulate_part(self, batch: StepBatch) -> None:
         """Like `_accumulate`, for some micro batches of a step.
 
-        If none of them has a label that counts, their loss is NaN, the mean over nothing. A whole step leaves such micro
-        batches out. So here they take time and memory, but add no loss or gradient.
+        If none of them has a label that counts, their loss is NaN, the mean over nothing. A whole step would leave such micro
+        batches out, so here they take time and memory but add no loss or gradient.
         """
         if self.session.config.accumulation_steps == 1 or any(map(self.session.task.weight, batch, batch.sizes)):
             self._accumulate(batch)
@@ -351,17 +353,17 @@ class Run:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether all are finite. `isfinite` makes copies as large as they are, which could set the peak: their maximum does not."""
+    """Whether all values are finite. `isfinite` makes copies as large as its input, which could set the peak; a norm makes none."""
     return not values.numel() or bool(torch.isfinite(torch.linalg.vector_norm(values, math.inf)))
 
 
 def dense_values(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient's entries as a dense tensor. For a sparse gradient, the stored entries without merging duplicates or copying."""
+    """A gradient's entries as a dense tensor; of a sparse gradient the stored entries, without merging duplicates or copying."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
 class EvaluationRun(Run):
-    """Forward passes, as `Session.evaluate` takes them, in the place of training steps. The model is in evaluation mode."""
+    """A run of forward passes, as in `Session.evaluate`, in place of training steps. The model is in evaluation mode."""
 
     def _accumulate(self, batch: StepBatch) -> None:
         for micro in batch:
@@ -377,7 +379,7 @@ class EvaluationRun(Run):
 
 
 def train_a_step(session: Session, batch: Any, num_samples: int) -> None:
-    """Take a training step, so that the optimizer's state is there, as it is where a run evaluates."""
+    """Take a training step, so that the optimizer's state exists, as it does when a user's training evaluates."""
     scaler = session.scaler
     for _ in range(MAX_SCALER_STEPS):
         scale = 0.0 if scaler is None else scaler.get_scale()
@@ -387,27 +389,27 @@ def train_a_step(session: Session, batch: Any, num_samples: int) -> None:
 
 
 def num_graphs() -> int:
-    """Graphs that torch's compiler has made in this process, or taken from the cache."""
+    """Number of graphs that torch's compiler has made in this process, or taken from the cache."""
     counters = _compiler_counters()
     return int(counters["stats"]["unique_graphs"]) if counters else 0
 
 
 def num_graph_breaks() -> int:
-    """Places where compiled code goes back to Python, as often as they were compiled."""
+    """Number of places where compiled code goes back to Python; each counts as often as it was compiled."""
     counters = _compiler_counters()
     return int(sum(counters["graph_break"].values())) if counters else 0
 
 
 def _compiler_counters() -> Any:
-    """Nothing in a process that has not imported the compiler."""
+    """The compiler's counters; None in a process that has not imported it."""
     module: Any = sys.modules.get("torch._dynamo.utils")
     return module.counters if module is not None else {}
 
 
 def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
-    """Full micro batches without end, and their size.
+    """Full micro batches without end, each with its size.
 
-    They come from the data loader if there is a dataset, so that loading is timed; else prepared ones are repeated.
+    They come from the data loader if there is a dataset, so that loading is timed; else prepared micro batches are repeated.
     """
     if session.task.dataset() is None:
         yield from itertools.cycle(_prepare_batches(session))
@@ -415,7 +417,7 @@ def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
     while found:
         found = False
         for micro, num_samples in session.loader.micro_batches():
-            if num_samples >= session.config.batch_size:  # an epoch's last one may be smaller
+            if num_samples >= session.config.batch_size:  # the last of an epoch may be smaller
                 found = True
                 yield micro, num_samples
     raise TooFewSamplesError(
@@ -425,13 +427,13 @@ def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
 
 
 def _prepare_batches(session: Session) -> list[tuple[Any, int]]:
-    """Some batches, few where they are large; for a GPU in page-locked memory, as a data loader that keeps up would hand them over."""
+    """Some micro batches, fewer where they are large. For a GPU they lie in page-locked memory, as from a data loader that keeps up."""
     batches = session.loader.micro_batches()
     first = next(batches)
     first_bytes = sum(map(num_bytes, tensors(first[0])))
     number = max(1, min(NUM_PREPARED, PREPARED_BYTES // max(1, first_bytes)))
     prepared = [first, *itertools.islice(batches, number - 1)]
     if capabilities_of(session.device.type).page_locked:
-        with contextlib.suppress(RuntimeError):  # the host allows no more of it
+        with contextlib.suppress(RuntimeError):  # the host allows no more page-locked memory
             return [(map_tensors(torch.Tensor.pin_memory, micro), size) for micro, size in prepared]
     return prepared

@@ -1,7 +1,7 @@
 """Finds where a training step first made a value that is not finite: which module, forward or backward.
 
-A probe that ended so is run once more from the same seed, now watched: parameters are spoilt by then, and watching every
-module waits for the device at each.
+A probe that met such a value is run once more from the same seed, now watched. The first run cannot tell: its parameters are
+spoilt by then, and watching it would wait for the device at each module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Stop(Exception):
-    """Enough is known, or it takes too long."""
+    """Ends the run, because enough is known or it takes too long."""
 
 
 def first_overflow(
@@ -43,15 +43,15 @@ def first_overflow(
     before: Progress,
     until_s: float,
 ) -> Overflow | None:
-    """Run a probe again that ended with a value that was not finite, and watch its modules.
+    """Run a probe that met a value that was not finite again, and watch its modules.
 
     Args:
-        task, config, device, settings, report: the probe's.
-        before: how far the probe had come, to which this run is added.
-        until_s: what `time.perf_counter` says when it has taken too long.
+        task, config, device, settings, report: those of the probe.
+        before: how far the probe had come; this run's progress is added to it.
+        until_s: the run is given up when `time.perf_counter` passes this.
 
     Returns:
-        Where it first happened; None where it did not happen again in time.
+        Where such a value first arose; None where none arose again in time.
     """
 
     def report_both(progress: Progress) -> None:
@@ -73,10 +73,10 @@ class _Watch:
     """Watches the modules of a session's model, and the steps.
 
     Infinities in a step whose loss and gradients are finite are harmless: masks have them. With a gradient scaler, gradients
-    overflow until its scale fits; so what happens in a backward pass counts only if it happens in the last step.
+    overflow until its scale fits, so an overflow in a backward pass counts only if it happens in the last step.
 
     Attributes:
-        found: what the step that runs now, or ran last, made first.
+        found: the first such value of the step that runs now, or ran last.
     """
 
     def __init__(self, session: Session, run: Run, until_s: float) -> None:
@@ -84,11 +84,11 @@ class _Watch:
         self._session, self._run, self._until_s = session, run, until_s
         self._name_of = {module: name for name, module in session.model.named_modules()}
         self._running: list[tuple[torch.nn.Module, int, str]] = []  # module, its first node's number, what it was given
-        self._calls: list[tuple[int, int, torch.nn.Module]] = []  # number of nodes, the first's number, module
-        self._culprit: torch.nn.Module | None = None  # to be tried in fp32 when it ends
+        self._calls: list[tuple[int, int, torch.nn.Module]] = []  # how many nodes, the first node's number, module
+        self._culprit: torch.nn.Module | None = None  # is tried in fp32 when its call ends
         self._suspect: torch.nn.Module | None = None  # made minus infinity: a mask, perhaps
         self._watching = False
-        self._is_over = False  # the step that `found` is of
+        self._is_over = False  # whether the step that `found` belongs to has ended
         for module in self._name_of:
             module.register_forward_pre_hook(self._before, with_kwargs=True)
             module.register_forward_hook(self._after, with_kwargs=True)
@@ -123,7 +123,7 @@ class _Watch:
         if not self._watching:
             return
         value = _worst((args, kwargs))
-        around = self._running[-1][0] if self._running else None  # whose own code made it
+        around = self._running[-1][0] if self._running else None  # the module whose own code made the value
         if value == MINUS_INFINITY:
             self._suspect = self._suspect or around
         elif value and self.found is None and around is not None:
@@ -136,7 +136,7 @@ class _Watch:
         if not self._watching:
             return
         given, called = "", None
-        while self._running and called is not module:  # skips one that was left by an exception that the model caught
+        while self._running and called is not module:  # skips calls that ended in an exception which the model caught
             called, first, given = self._running.pop()
         self._calls.append((_next_node() - first, first, module))
         value = _worst(output)
@@ -145,13 +145,13 @@ class _Watch:
         elif value and self.found is None:
             self._blame(self._suspect if given and self._suspect is not None else module, value)
         elif given == MINUS_INFINITY:
-            self._suspect = None  # a mask, and it did what it is for
+            self._suspect = None  # it was a mask, and the module coped with it
         if self.found is not None and self._culprit is module:
             self._culprit = None
             self.found = replace(self.found, finite_in_fp32=self._is_finite_in_fp32(module, args, kwargs))
 
     def _after_node(self, name: str, number: int, made: Any, given: Any) -> None:
-        """After a node of the graph: the gradients that it made, and those that it was given."""
+        """A hook after a node of the graph, with the gradients that the node made and those that it was given."""
         if self.found is None and (value := _worst(made, masks=False)) and not _worst(given, masks=False):
             calls = [call for call in self._calls if call[1] <= number < call[1] + call[0]]
             inside = self._named(min(calls, key=lambda call: call[0])[2]) if calls else {}
@@ -165,7 +165,7 @@ class _Watch:
         return {"module": self._name_of[module], "kind": type(module).__name__}
 
     def _is_finite_in_fp32(self, module: torch.nn.Module, args: Any, kwargs: Any) -> bool | None:
-        """Whether the module's output is finite without autocast, for the same inputs; None where it cannot be run so."""
+        """Whether the module's output is finite without autocast, for the same inputs; None where the module fails so."""
         self._watching = False
         try:
             with torch.no_grad(), torch.autocast(self._session.device.type, enabled=False):
@@ -180,7 +180,7 @@ class _Watch:
         gradients = (p.grad for p in self._session.model.parameters() if p.grad is not None)
         is_harmless = bool(self._run._finite) and all(is_finite(dense_values(gradient)) for gradient in gradients)
         skipped = self._session.scaler is not None and (self.found is None or self.found.phase == BACKWARD)
-        if not is_harmless and not skipped:  # the update would spoil the parameters, and all that is computed with them
+        if not is_harmless and not skipped:  # the update would spoil the parameters
             raise _Stop
         self._update()
         self._is_over = True
@@ -190,7 +190,7 @@ def _worst(values: Any, *, masks: bool = True) -> str:
     """The worst value in some tensors: `nan`, `inf`, `-inf`; empty if all are finite.
 
     Args:
-        masks: a tensor that requires no gradient may be one, whose `-inf` does not count.
+        masks: whether a tensor that requires no gradient may be a mask, whose `-inf` does not count.
     """
     found = {_value(tensor, masks) for tensor in tensors(values)}
     return next((value for value in (NAN, INFINITY, MINUS_INFINITY) if value in found), "")

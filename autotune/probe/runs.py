@@ -27,8 +27,8 @@ from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import Techniques
 
 SEED = 0
-FEWEST_SAMPLES = 4  # of a comparison where the model normalises over them
-NUM_VALUES = 64  # behind each statistic: those of fewer make any rounding look large
+FEWEST_SAMPLES = 4  # of a comparison where the model normalises over samples
+NUM_VALUES = 64  # behind each batch statistic; a statistic of fewer values makes any rounding look large
 _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
 
 Tensors = list[torch.Tensor]
@@ -41,7 +41,7 @@ class Values:
     loss: float
     gradients: Tensors
     buffers: list[Tensors]  # per module
-    movement: Tensors  # of the parameters in all steps; empty when one was taken
+    movement: Tensors  # how the parameters moved in all steps; empty when only one was taken
     names: list[Any]
 
 
@@ -50,11 +50,11 @@ class Runs:
     """Runs one session after another, so that the device holds one at a time.
 
     Attributes:
-        techniques: whose settings are put back after each run.
+        techniques: the techniques whose settings are restored after each run.
         num_steps: optimizer steps per run.
-        same_masks: dropout is on, with the same masks; otherwise it is the identity.
+        same_masks: whether dropout is on, with the same masks; otherwise it is the identity.
         world: the processes that may run a config together, each on its part of the batch; the same code runs in all of them.
-        batch_statistics: the model of the latest run normalises over the samples of a micro batch.
+        batch_statistics: whether the latest run's model normalises over the samples of a micro batch.
     """
 
     task: Task
@@ -90,7 +90,7 @@ class Runs:
         """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device.
 
         Args:
-            together: the processes of the world train with it; else each does so alone.
+            together: whether the processes of the world train together; else each trains alone.
         """
         try:
             with self.techniques.keep_settings(), exact_convolutions():
@@ -143,7 +143,7 @@ class Runs:
         assert self._initial is not None
         with torch.no_grad():
             for tensors, initial in zip((model.parameters(), model.buffers()), self._initial, strict=True):
-                for tensor, value in zip(tensors, initial, strict=False):  # other numbers of them are found by check N
+                for tensor, value in zip(tensors, initial, strict=False):  # check N finds it if their number differs
                     if tensor.shape == value.shape:
                         tensor.copy_(_spread_as(tensor, value))
                         if world.size > 1 and not isinstance(tensor, DTensor):
@@ -152,10 +152,10 @@ class Runs:
 
 @contextlib.contextmanager
 def _gradients(session: Session, world: World) -> Iterator[Tensors]:
-    """Unscaled gradients of all parameters on the host, zero where there is none, which are complete at the end.
+    """A context that yields unscaled gradients of all parameters on the host, zero where there is none. They are complete at its end.
 
-    One process takes them as they come in the backward pass, where a technique may use them up. Several put theirs together
-    after that.
+    A single process collects them during the backward pass, because a technique may use them up there. In a world they are read
+    after it, when the processes have put them together.
     """
     scale = 1.0 if session.scaler is None else session.scaler.get_scale()
     parameters = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
@@ -185,7 +185,7 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spread_as(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A whole value as a tensor's shards are; the same where it has none."""
+    """The value, sharded as the tensor is; unchanged where the tensor is not sharded."""
     if not isinstance(tensor, DTensor):
         return value
     return distribute_tensor(value.to(tensor.device, tensor.dtype), tensor.device_mesh, tensor.placements)
@@ -200,11 +200,11 @@ def _part(task: Task, batch: Any, num_samples: int, world: World) -> Any:
 
 @contextlib.contextmanager
 def exact_convolutions() -> Iterator[None]:
-    """Switch TF32 off in cuDNN, and put it back.
+    """A context in which TF32 is off in cuDNN.
 
-    cuDNN rounds the inputs of fp32 convolutions to TF32 by default, in the user's training and in every probe. Compared like
-    that, an exact technique that makes cuDNN choose another algorithm would differ by as much as TF32 rounds, which is no
-    fault of its own.
+    cuDNN rounds the inputs of fp32 convolutions to TF32 by default, in the user's training and in every probe. In a comparison,
+    an exact technique that makes cuDNN choose another algorithm would then differ by the rounding of TF32, through no fault of
+    its own.
     """
     cudnn: Any = torch.backends.cudnn
     try:
@@ -220,10 +220,10 @@ def exact_convolutions() -> Iterator[None]:
 
 
 def enough_samples(task: Task, device: Device, most: int) -> int:
-    """As few samples as give each batch statistic enough values: an image has many for each channel, a vector one.
+    """The fewest samples that give each batch statistic enough values: an image has many values for each channel, a vector one.
 
     Args:
-        most: the answer where nothing is normalised over samples, or where so few samples are an error.
+        most: the most samples, and the answer where nothing is normalised over samples or a few samples are an error.
     """
     if most <= FEWEST_SAMPLES:
         return most
@@ -249,7 +249,7 @@ class Difference:
     loss: float
     gradient: float
     cosine: float
-    size: float  # of the gradient
+    size: float  # of the gradient's norm
     buffers: float
     movement: float
 

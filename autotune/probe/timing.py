@@ -1,5 +1,5 @@
-"""Decides when a run is warm and timed long enough, how certain its throughput is, and what it tells meanwhile. The same for the steps
-of a probe (`probe/measure.py`) and for those of a user's command (`runners/watch.py`).
+"""Decides when a run is warm and when it was timed long enough, computes its throughput with an interval, and reports its progress. The
+same rules serve the steps of a probe (`probe/measure.py`) and those of a user's command (`runners/watch.py`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autotune.records.outcome import Measurement, Progress
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
-MIN_BLOCKS = 6  # the fewest whose range is a 95 % interval of the median
-OVERTIME = 3  # times `max_timed_s`, after which two blocks are enough: steps that take so long differ little
-MIN_BLOCK_S = 0.05  # a shorter block is too near the clock's and the scheduler's grain
-FAR = 1.25  # two processes of one config differ by as much now and then: a config that is as far behind may not be lost
-LATE = 0.75  # share of the time-out after which timing ends with the blocks there are: a killed process has measured nothing
-REPORT_INTERVAL_S = 0.25  # of a run that is timed
-STALL_FACTOR = 1.5  # times the blocks at which the interval last narrowed, after which noise no longer shrinks
+MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median; that of fewer is not
+OVERTIME = 3  # after this many times `max_timed_s` two blocks are enough: steps that take so long differ little
+MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and scheduler
+FAR = 1.25  # two processes of one config now and then differ by this factor, so a config within it of the front may not have lost
+LATE = 0.75  # after this share of the time-out timing ends with the blocks so far: a killed process measures nothing
+REPORT_INTERVAL_S = 0.25  # between two reports
+STALL_FACTOR = 1.5  # noise no longer shrinks if the interval has not narrowed while the blocks grew by this factor
 
 
 def is_warm(step_s: Sequence[float]) -> bool:
@@ -53,10 +53,10 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def rate_interval(samples_per_s: Sequence[float]) -> tuple[float, float, float]:
-    """Throughput of blocks of equally many samples that differ in their work, with its 95 % interval: rate, low, high.
+    """(rate, low, high): the throughput with its 95 % interval, of blocks that have equally many samples and differ in their work.
 
-    The rate is all samples over all the time: a median would leave out the samples that take long. The interval is
-    Student's, of the mean time per sample; its quantile is Abramowitz and Stegun's 26.7.5 (3 % low at three values).
+    The rate is all samples over all the time, since a median would leave out the samples that take long. The interval is
+    Student's for the mean time per sample; its quantile is Abramowitz and Stegun's 26.7.5 (3 % too low for three values).
     """
     times = [1 / speed for speed in samples_per_s]
     mean_s, freedom = fmean(times), len(times) - 1
@@ -71,10 +71,10 @@ def rate_interval(samples_per_s: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass
 class Blocks:
-    """The throughputs of timed blocks so far, and whether there are enough of them, by `interval` and the times of the settings.
+    """The throughputs of the blocks timed so far, and whether these are enough by the settings' `interval` and times.
 
     Attributes:
-        unequal: samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
+        unequal: whether samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
     """
 
     settings: ProbeSettings
@@ -107,7 +107,7 @@ class Blocks:
 
     @property
     def enough(self) -> bool:
-        """Whether the interval is reached, the noise no longer shrinks, or the time is up."""
+        """Whether the interval is narrow enough, the noise no longer shrinks, or the time is up."""
         count = len(self.samples_per_s)
         if self.timed_s < self.settings.min_timed_s:
             return False
@@ -120,13 +120,13 @@ class Blocks:
 
 @dataclass
 class Timing:
-    """When a run is warm, whether it is worth timing, and when it was timed enough.
+    """Decides when a run is warm, whether it is worth timing, and when it was timed enough.
 
     Attributes:
-        samples: of an optimizer step.
+        samples: samples of an optimizer step.
         peak_bytes: reads the most memory held so far.
-        unequal: as of `Blocks`.
-        blocks: that were timed so far.
+        unequal: as in `Blocks`.
+        blocks: the blocks timed so far.
     """
 
     settings: ProbeSettings
@@ -139,19 +139,19 @@ class Timing:
         self.blocks = Blocks(self.settings, self.unequal)
 
     def is_warm(self, num_steps: int, steps_s: Sequence[float], warmup_s: float) -> bool:
-        """Whether enough steps were taken, and they have settled or the time for that is up.
+        """Whether enough steps were taken, and they have settled or the time for warming up is over.
 
         Args:
-            steps_s: durations of the steps that count for the speed: not the first, and none that compiled if there are others.
+            steps_s: durations of the steps that tell the speed: without the first, and without those that compiled if others exist.
             warmup_s: seconds of warm-up so far; a probe leaves out the steps that compiled.
         """
         settled = is_warm(steps_s) or warmup_s > self.settings.max_warmup_s
         return num_steps >= MIN_WARMUP_STEPS and settled
 
     def cut_short(self, steps_s: Sequence[float]) -> bool:
-        """Take the steps of the warm-up for the measurement if the config is too slow to be worth timing. Returns whether it is.
+        """If the config is too slow to be worth timing, make its warm-up steps the measurement. Returns whether it is too slow.
 
-        Too slow is a median step below `slowest_samples_per_s`, or a fastest step that the front beats even by the factor `FAR`.
+        It is if its median step is below `slowest_samples_per_s`, or if the front beats even its fastest step by the factor `FAR`.
         """
         is_slow = self.samples / median(steps_s) < self.settings.slowest_samples_per_s
         is_hopeless = is_slow or self._is_beaten(FAR * self.samples / min(steps_s))
@@ -165,8 +165,8 @@ class Timing:
         """Whether to time no further block.
 
         Args:
-            num_steps: that were timed.
-            spent_s: since the process, or the command, was started.
+            num_steps: number of steps timed so far.
+            spent_s: seconds since the process, or the command, was started.
         """
         if self.settings.num_steps:
             return num_steps >= self.settings.num_steps
@@ -175,7 +175,7 @@ class Timing:
 
     @property
     def _has_lost(self) -> bool:
-        """Whether something that was measured is surely faster in no more memory."""
+        """Whether a config of the front is surely faster in no more memory."""
         return len(self.blocks.samples_per_s) >= MIN_BLOCKS and self._is_beaten(self.blocks.throughput[2])
 
     def _is_beaten(self, samples_per_s: float) -> bool:
@@ -183,10 +183,10 @@ class Timing:
         return any(speed > samples_per_s and peak <= peak_bytes for peak, speed in self.settings.front)
 
     def measurement(self, **found: Any) -> Measurement:
-        """What was measured of the speed.
+        """The measurement, with the speed filled in.
 
         Args:
-            found: the other fields, as far as no observer fills them in.
+            found: the other fields, without those that observers fill in.
         """
         speed, low, high = self.blocks.throughput
         return Measurement(
@@ -202,17 +202,15 @@ class Timing:
 
 @dataclass
 class Reporter:
-    """What a run has done so far: reported a few times a second, at a new stage, and after the first micro step.
+    """Reports what a run has done so far: a few times a second, at each new stage, and after the first micro step.
 
-    The process may be killed at any time, and then the last report is all there is.
+    The process may be killed at any time; then the last report is all that is known.
     """
 
     send: Callable[[Progress], None]
     peak_bytes: Callable[[], int]
     batch_size: int  # samples of a micro step
-    is_bound: bool = (
-        True  # a step's micro steps take no longer alone: those of a world put gradients together each time
-    )
+    is_bound: bool = True  # a micro step's speed bounds a step's; not in a world, where lone ones exchange gradients
     stage: str = "setup"
     train_s: float = 0.0
     num_micro_steps: int = 0

@@ -8,7 +8,7 @@ from typing import Any
 from autotune.records.config import Choice
 from autotune.records.formats import Record
 
-LARGEST_BATCH = 2**16  # looked for no further where neither a global batch nor a dataset bounds the batch
+LARGEST_BATCH = 2**16  # no larger one is tried where neither a global batch nor a dataset bounds the batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class PredictedPeak(Breakdown):
     Attributes:
         config: as a plain dict.
         peak_bytes: comparable with the memory limit; `peak_low_bytes` and `peak_high_bytes` bound 95 %.
-        chance_to_fit: that the peak is within the limit less headroom.
-        allocator_bytes: what is held beyond the tensors: rounding, fragments, libraries' workspaces.
-        outside_bytes: outside the allocator: the process and its libraries, or the CUDA context.
+        chance_to_fit: the probability that the peak is within the limit less headroom.
+        allocator_bytes: what the allocator holds beyond the tensors: rounding, fragments, libraries' workspaces.
+        outside_bytes: what is held outside the allocator: the process and its libraries, or the CUDA context.
     """
 
     config: dict[str, Choice]
@@ -69,10 +69,10 @@ class GroupPrediction:
 
     Attributes:
         switched_on: choices that are not off.
-        same_memory: choices of further combinations whose memory is the same.
-        peak: at the largest batch size that fits, or, where none does, at the smallest there is.
-        fits: whether that is within the limit less headroom, and its upper bound within the limit.
-        bounded: whether a larger batch was not looked at, for the global batch or the dataset is no larger.
+        same_memory: choices of further combinations that need the same memory.
+        peak: the peak at the largest batch size that fits, or, where none fits, at the smallest there is.
+        fits: whether `peak` is within the limit less headroom, and its upper bound within the limit.
+        bounded: whether all batch sizes fit that the global batch or the dataset allows, so that no larger one was tried.
     """
 
     switched_on: dict[str, Choice]
@@ -88,18 +88,18 @@ class MemoryPrediction(Record):
 
     Attributes:
         task: its name.
-        device: what it is predicted for, in words; `on_gpu` whether that is a GPU.
-        memory_limit_bytes: of the device, or as the user limits it.
+        device: the device predicted for, in words; `on_gpu` tells whether it is a GPU.
+        memory_limit_bytes: the device's memory, or the user's limit.
         headroom: share of the limit that is to stay free.
         global_batch: samples per optimizer step, or None.
-        fits: whether the config, or anything at all, fits: its peak within the limit less headroom, the upper bound of it
-            within the limit.
-        config: of the config that was asked for; None where there was none.
-        groups: of all combinations of techniques; empty where one config was asked for.
-        untraced: combination of techniques -> why nothing could be predicted of it.
+        fits: whether the config asked for, or else any config, fits: its peak is within the limit less headroom, and the
+            peak's upper bound within the limit.
+        config: the peak of the config that was asked for; None where none was.
+        groups: one for each combination of techniques; empty where one config was asked for.
+        untraced: combination of techniques -> why nothing could be predicted for it.
         left_out: technique that shapes memory -> why it, or some of its choices, does not apply or cannot be traced.
         warnings: what a reader has to know.
-        trace_s: seconds of tracing; `wall_s` of everything.
+        trace_s: seconds that tracing took; `wall_s`: seconds that everything took.
     """
 
     task: str

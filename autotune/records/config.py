@@ -24,9 +24,9 @@ class World(Record):
 
     Attributes:
         size: how many processes there are.
-        rank: the number of this one, counted from 0.
-        data_parallel: how many of them share the samples of an optimizer step, each with samples of its own: all of them
-            unless stated, which 0 stands for. The others compute on the same samples.
+        rank: the number of this process, counted from 0.
+        data_parallel: into how many parts the processes share the samples of an optimizer step. 0, the default, stands for
+            one part a process; where there are fewer parts, several processes compute on the same samples.
 
     Raises:
         ConfigError: so many processes cannot share the samples evenly.
@@ -46,7 +46,7 @@ class World(Record):
 
     @property
     def group(self) -> int:
-        """The number of the samples' share that this process takes, counted from 0."""
+        """Which share of the samples this process takes, counted from 0."""
         return self.rank * self.data_parallel // self.size
 
 
@@ -67,7 +67,7 @@ class BatchPlan:
         return self.batch_size * self.accumulation_steps * self.world.data_parallel
 
     def keeps(self, global_batch: int | None) -> bool:
-        """Whether an optimizer step takes exactly the global batch; any plan does where none is given."""
+        """Whether an optimizer step takes exactly the global batch; True for any plan where no global batch is given."""
         return global_batch is None or self.samples_per_step == global_batch
 
     @staticmethod
@@ -111,7 +111,7 @@ def share_of(global_batch: int, world: World) -> int:
 
 
 def largest_batch_size(most: int, global_batch: int | None, world: World = ALONE) -> int:
-    """The largest micro batch of at most `most` samples that keeps the global batch, where there is one."""
+    """The largest micro batch of at most `most` samples; where there is a global batch, the largest that keeps it."""
     return (
         most if global_batch is None else max(size for size in divisors(share_of(global_batch, world)) if size <= most)
     )
@@ -132,7 +132,7 @@ class Config(Mapping[str, Choice]):
 
     Attributes:
         choices: (key, choice) pairs: `batch_size` and `accumulation_steps`, then every technique in the order of the `Techniques`,
-            whose `complete(mapping)` builds one: it fills in what is missing and rejects what is unknown.
+            whose `complete(mapping)` builds a config: it fills in missing keys and rejects unknown ones.
     """
 
     choices: tuple[tuple[str, Choice], ...]
@@ -166,7 +166,7 @@ class Config(Mapping[str, Choice]):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per optimizer step on this device; those of a whole world: `plan_in(world).samples_per_step`."""
+        """Samples per optimizer step on this device; for a whole world ask `plan_in(world).samples_per_step`."""
         return self.plan_in(ALONE).samples_per_step
 
     def replace(self, **changes: Choice) -> Config:
@@ -195,17 +195,17 @@ class ProbeSettings(Record):
     Attributes:
         memory_limit_bytes: allocations beyond it fail; None for no limit.
         interval: timing stops when the 95 % interval of the throughput is within this share of it, to either side.
-        max_timed_s: timing stops then, if the noise has not let it stop before.
-        min_timed_s: timing goes on for so long.
-        max_warmup_s: warming up stops then, once the minimum is done.
+        max_timed_s: timing stops after so long, even if the interval is still too wide.
+        min_timed_s: timing goes on for at least so long.
+        max_warmup_s: warming up stops after so long, once the minimum of steps is done.
         slowest_samples_per_s: a config that is slower than this while it warms up is not worth timing: its warm-up steps
             are its measurement.
-        front: peak bytes and samples/s of what was measured: timing stops when its interval says that one of these is
-            faster in no more memory, and does not begin where even the fastest step of the warm-up is far from it.
-        phases: a step is split by phase in the end, which takes one more.
-        num_steps: exactly that many timed optimizer steps instead of the stopping rule (`verify`); 0 for the rule.
-        seed: of torch, numpy and random, set before the model is built.
-        timeout_s: the probe is killed then.
+        front: peak bytes and samples/s of configs measured before. Timing stops when the interval says that one of them is
+            faster in no more memory, and does not begin where even the fastest warm-up step is far slower than one.
+        phases: whether the time of a step is split by phase at the end, which takes one more step.
+        num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
+        seed: seed of torch, numpy and random, set before the model is built.
+        timeout_s: the probe is killed after so long.
         world: the processes that train the config together.
     """
 

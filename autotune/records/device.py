@@ -12,7 +12,7 @@ CALLED = {MATMUL: "matrix products", CONVOLUTION: "convolutions"}
 
 
 def same_memory(first_bytes: int, second_bytes: int) -> bool:
-    """Whether two readings of a total memory can be of one device: a kernel keeps some pages more or less at each boot."""
+    """Whether two readings of total memory can come from one device: at each boot the kernel keeps a few pages more or less."""
     return abs(first_bytes - second_bytes) <= 0.01 * max(first_bytes, second_bytes)
 
 
@@ -24,13 +24,13 @@ class DeviceInfo(Record):
         name: as the user writes it: `cpu`, `cuda:0`.
         model: the hardware's name, e.g. `NVIDIA H200` or the processor's model name.
         total_bytes: memory of the device (on a CPU: of the machine or its cgroup, whichever is smaller).
-        free_bytes: what a new process may take now.
+        free_bytes: memory that a new process may take now.
         num_threads: compute threads torch uses on a CPU; 0 on a GPU.
         driver: GPU driver version; empty on a CPU.
         capability: CUDA compute capability, (0, 0) on a CPU.
         num_multiprocessors: streaming multiprocessors of a GPU, 0 on a CPU and where it is not known.
-        torch_version: the torch that measures.
-        power_limit_w: of a GPU, enforced now; 0 where it is not known.
+        torch_version: version of the torch that measures.
+        power_limit_w: the limit that is enforced on a GPU now; 0 where it is not known.
     """
 
     name: str
@@ -47,7 +47,7 @@ class DeviceInfo(Record):
 
     @property
     def kind(self) -> str:
-        """torch's name of its type; what the type can do: `autotune.devices.capabilities_of`."""
+        """torch's name for the device's type; `autotune.devices.capabilities_of` tells what the type can do."""
         return self.name.partition(":")[0]
 
 
@@ -56,8 +56,8 @@ class Slot(Record):
     """A place for one job at a time.
 
     Attributes:
-        name: as its runner calls it, no two of its slots alike: `cpu`, `cuda:1`.
-        device: that a job trains on there, as it is now.
+        name: the runner's name for it, unique among the runner's slots: `cpu`, `cuda:1`.
+        device: the device that a job trains on there, as it is now.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Work:
 
     Attributes:
         flops: (kind of work, type) -> FLOPs of matrix products and convolutions.
-        moved_bytes: that operators read and write, as if there were no caches.
-        plain_bytes: of them those of operators without FLOPs of these kinds: elementwise ones, norms, copies.
-        num_operators: that do more than to look at a tensor in another way.
+        moved_bytes: bytes that operators read and write, as if there were no caches.
+        plain_bytes: the part of `moved_bytes` by operators without such FLOPs: elementwise ones, norms, copies.
+        num_operators: number of operators, without those that only make a view of a tensor.
     """
 
     flops: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -88,9 +88,9 @@ class Rate(Record):
     Attributes:
         work: `matmul` (square matrices) or `convolution` (3x3, forward and backward).
         arithmetic: the type.
-        sizes: rising, as far as there was time: rows of the matrices, or channels.
-        flops_per_s: at each size, the best of several runs; empty where not even the smallest ended.
-        failure: why there are no larger sizes, if that was no matter of course.
+        sizes: rows of the matrices, or channels; rising, as far as there was time.
+        flops_per_s: rate at each size, the best of several runs; empty where not even the smallest ended.
+        failure: why larger sizes failed; empty where they would only have taken too long or too much memory.
     """
 
     work: str
@@ -102,16 +102,16 @@ class Rate(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Record):
-    """The measured rates of a device. What is missing was not measured; without anything it stands for "not measured".
+    """The measured rates of a device. What is missing was not measured; an empty record stands for "not measured".
 
     Attributes:
-        bytes_per_s: of its memory, read and written, by a copy that no cache holds.
-        launch_s: between one small operator and the next.
-        host_to_device_bytes_per_s: from page-locked memory; None on a CPU.
-        allocation_s: to allocate and free a block.
-        of: what it holds for: device, driver, torch, power limit, threads, variables of the environment.
-        measured_at: in ISO 8601; empty where nothing was measured.
-        wall_s: that it took.
+        bytes_per_s: bandwidth of its memory, reading and writing together, by a copy too large for the caches.
+        launch_s: seconds from one small operator to the next.
+        host_to_device_bytes_per_s: rate of copies from page-locked memory; None on a CPU.
+        allocation_s: seconds to allocate and free a block.
+        of: what the rates hold for: device, driver, torch, power limit, threads, variables of the environment.
+        measured_at: the time in ISO 8601; empty where nothing was measured.
+        wall_s: seconds that measuring took.
         contention: share of the time in which others held the processors or the GPU.
     """
 
@@ -135,7 +135,7 @@ class Calibration(Record):
         return max(rate.flops_per_s, default=None) if rate else None
 
     def gain(self, work: str, arithmetic: str) -> float | None:
-        """The rate in a type over fp32's, each the best at the sizes that both were measured at; 0 where not even the smallest ended."""
+        """The best rate in a type over fp32's best, at sizes measured for both. 0 where the type failed at all of them, None if unknown."""
         rate, plain = self.rate(work, arithmetic), self.rate(work, FP32)
         if rate is None or plain is None or not plain.sizes:
             return None

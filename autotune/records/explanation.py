@@ -12,10 +12,10 @@ from autotune.records.outcome import Outcome
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "batch")
 FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
-# What runs outside of every layer has a name in brackets: the model's own code between layers, what comes before its
-# first layer and after its last one, the update, and all modules together where no module is known.
+# What runs outside of every layer has a name in brackets: the model's own code between layers (also all modules together
+# where none is known), what comes before its first layer, what comes after its last one, and the update.
 MODEL, BATCH, LOSS, UPDATE = "(model)", "(batch)", "(loss)", "(optimizer)"
-ALIKE = 0.2  # by which the figures of equal blocks may differ
+ALIKE = 0.2  # the figures of equal blocks may differ by this share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +23,10 @@ class ModuleMemory:
     """What one module holds at the moment of the peak, and its work in one micro batch.
 
     Attributes:
-        name: qualified; its submodules count for themselves. A name in brackets stands for code outside of every layer.
-        held_bytes: kind -> bytes of the storages made under it, in the forward or in the backward pass; parameters, their
-            gradients and their optimizer state are those of the module that owns them.
-        flops: phase -> FLOPs of matrix products and convolutions; a block that is run again counts as backward.
+        name: the qualified name. Submodules are counted apart. A name in brackets stands for code outside of every layer.
+        held_bytes: kind -> bytes of the storages made while the module ran, forward or backward; parameters, their gradients
+            and their optimizer state count for the module that owns them.
+        flops: phase -> FLOPs of matrix products and convolutions; recomputed blocks count as backward.
         moved_bytes: phase -> bytes that its operators read and write, as if there were no caches.
     """
 
@@ -43,7 +43,7 @@ class ModuleMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Living storages at one moment of a step: bytes in the order of `KINDS`."""
+    """The storages alive at one moment of a step: their bytes in the order of `KINDS`."""
 
     phase: str
     held_bytes: tuple[int, ...]
@@ -54,12 +54,12 @@ class Anatomy(Record):
     """The memory of two optimizer steps of one config, traced without running them.
 
     Attributes:
-        peak_bytes: the largest sum of living storages: what `torch.cuda.max_memory_allocated` is on a GPU.
-        reserved_bytes: what CUDA's caching allocator has taken from the card by then, simulated; on a CPU the peak.
-        phase: the phase in which the peak falls, and `module` whose code ran.
-        last_layer: the module that ran last before the loss; empty where that is not known.
-        modules: everything that lives at the peak, largest first. They sum to it.
-        timeline: one step, the one that holds the peak, at some moments, the peak among them.
+        peak_bytes: the largest sum of living storages: what `torch.cuda.max_memory_allocated` returns on a GPU.
+        reserved_bytes: what CUDA's caching allocator has taken from the card by then, simulated; on a CPU `peak_bytes`.
+        phase: the phase in which the peak falls; `module`: the module whose code ran then.
+        last_layer: the module that ran last before the loss; empty where it is not known.
+        modules: everything that lives at the peak, largest first. Their bytes add up to the peak.
+        timeline: some moments of the step that holds the peak, the peak among them.
     """
 
     peak_bytes: int
@@ -75,7 +75,7 @@ class Anatomy(Record):
         return {kind: sum(module.held_bytes.get(kind, 0) for module in self.modules) for kind in KINDS}
 
     def work(self, accumulation_steps: int) -> tuple[float, float]:
-        """FLOPs and bytes moved of an optimizer step."""
+        """The FLOPs of an optimizer step, and the bytes that it moves."""
         times = {FORWARD: accumulation_steps, BACKWARD: accumulation_steps, STEP: 1}
         flops, moved = (
             sum(times[phase] * value for module in work for phase, value in module.items())
@@ -89,7 +89,7 @@ class ModuleTimes(Record):
     """Where the time of a micro batch goes, and the allocator's real peak: measured with hooks, which cost time themselves.
 
     Attributes:
-        seconds: module -> phase -> seconds of one micro batch, the mean of a few; submodules count for themselves.
+        seconds: module -> phase -> seconds of one micro batch, the mean of a few; submodules are counted apart.
         allocated_bytes: the largest sum of living tensors over two optimizer steps.
     """
 
@@ -102,12 +102,12 @@ class Advice:
     """One change of the config, and what tracing it predicts.
 
     Attributes:
-        choices: what differs from the config.
+        choices: the choices that differ from the config's.
         label: the same in words.
-        saves_bytes: of the allocator's peak.
-        flops_ratio, moved_ratio: FLOPs and bytes moved by a step over those of the config; above 1 it costs time.
-        included: it is searched without being asked for.
-        changes_learning: it trains something else than the config does.
+        saves_bytes: by how much the allocator's peak falls.
+        flops_ratio, moved_ratio: FLOPs and bytes moved by a step, each over the config's; above 1 the change costs time.
+        included: whether a search tries it without being asked.
+        changes_learning: whether it trains something else than the config does.
         note: what to know before using it.
     """
 
@@ -127,8 +127,8 @@ class Remark:
 
     Attributes:
         part: what it is, in words, as a plural.
-        held_bytes: at the peak; `share` of it.
-        remedy: label of an advice, empty where none saves much of this part; `saves_bytes` what it saves of the whole peak.
+        held_bytes: bytes of this part at the peak; `share`: the same as a share of the peak.
+        remedy: label of an advice, empty where none saves much of this part; `saves_bytes`: what it saves of the whole peak.
     """
 
     part: str
@@ -143,12 +143,13 @@ class Explanation(Record):
     """What `explain` answers.
 
     Attributes:
-        task, device: their names; `on_gpu` whether that is a GPU.
-        config: that was explained.
-        memory: traced; None where it cannot be, for the reason `untraced`.
+        task, device: their names; `on_gpu`: whether the device is a GPU.
+        config: the config that is explained.
+        memory: its traced memory; None where it cannot be traced, and then `untraced` says why.
         outside_bytes: what a process holds before the model is built.
-        probe: a short real run; None without a device. `times` beside it, or why not in `untimed`.
-        advice: largest saving first; `no_gain` what was traced and saves nothing, `not_predicted` choice -> why.
+        probe: a short real run; None without a device. `times`: measured in a further run; where there are none, `untimed`
+            says why.
+        advice: largest saving first. `no_gain`: changes that were traced and save nothing. `not_predicted`: choice -> why.
         remarks: largest part first.
     """
 
@@ -170,7 +171,7 @@ class Explanation(Record):
     wall_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON-ready data, with the sums that a reader asks for first."""
+        """As plain JSON-ready data, together with the sums that a reader looks for first."""
         sums = {"kinds": self.memory.kinds()} if self.memory is not None else {}
         return {**super().to_dict(), **sums, "beside_bytes": self.beside_bytes}
 
@@ -192,7 +193,7 @@ class Fold:
     Attributes:
         label: `blocks.0-5`, `head`.
         block: the name of the first block, `blocks.0`.
-        blocks: the names of each block's modules, the block's own, if it is there, first.
+        blocks: for each block the names of its modules; the block itself, if it is one of them, comes first.
     """
 
     label: str
@@ -206,10 +207,10 @@ class Fold:
 
 
 def fold_repeats(figures: Mapping[str, float]) -> list[Fold]:
-    """Fold modules for a reader by the first number in their names, in the order of the names.
+    """Fold modules into blocks by the first number in their names, in the order of the names.
 
-    A repeated block counts as one, and so do equal blocks beside each other. A block without an equal beside it is taken apart
-    by the next number where there are equal blocks in it.
+    Consecutive equal blocks make one fold. A block without an equal neighbour is folded by the next number instead, where
+    that finds equal blocks inside it.
 
     Args:
         figures: qualified name -> its figure. Blocks whose sums differ by more than `ALIKE` stay apart.
@@ -238,7 +239,7 @@ def _fold_run(figures: Mapping[str, float], depth: int) -> Iterator[Fold]:
 
 
 def _block(name: str, depth: int) -> str:
-    """`transformer.h.0` of `transformer.h.0.attn`, to the number after `depth` others; the name itself where there is none."""
+    """A name up to its number at `depth`, counted from 0: `transformer.h.0` of `transformer.h.0.attn`. All of it without such a number."""
     parts = name.split(".")
     numbered = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbered[depth] + 1]) if len(numbered) > depth else name

@@ -1,4 +1,4 @@
-"""Records as plain data and back. What is older opens, what is newer is refused with the way out."""
+"""Records as plain data and back. Older formats are read; newer ones are refused, with the advice to upgrade."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from autotune.errors import StudyError
 
-_hints_of = cache(get_type_hints)  # a study has thousands of records, and texts are evaluated for each field
+_hints_of = cache(get_type_hints)  # a study has thousands of records, and hints written as text are evaluated each time
 
 
 class Record:
@@ -24,13 +24,13 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild the record. Keys that it has no field for are ignored: other versions may have written them."""
+        """Rebuild the record. Keys without a field are ignored: other versions may have written them."""
         record: Self = _rebuild(cls, data)
         return record
 
 
 class Group(Record):
-    """Some fields of a larger record. They lie flat in that record's data, beside its own, without a name for the group."""
+    """Some fields of a larger record. In that record's data they lie flat beside its own fields; the group's name is not kept."""
 
 
 def encode(value: Any) -> Any:
@@ -47,7 +47,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, data: Any) -> Any:
-    """Rebuild what `encode`, and JSON after it, made of a value with the type `kind`."""
+    """Rebuild a value of type `kind` from what `encode` made of it; JSON may lie between."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         records = [one for one in inner if is_dataclass(one) or get_origin(one)]
@@ -60,7 +60,7 @@ def decode(kind: Any, data: Any) -> Any:
     if origin is dict:
         return {key: decode(inner[1], item) for key, item in data.items()}
     if isinstance(kind, type) and issubclass(kind, Record):
-        return kind.from_dict(data)  # which may know of older names
+        return kind.from_dict(data)  # it may know older names of its fields
     if is_dataclass(kind):
         return _rebuild(kind, data)
     return kind(data) if isinstance(kind, type) and issubclass(kind, Enum) else data

@@ -28,7 +28,7 @@ class Layer(Record):
 
     Attributes:
         kind: name of the class.
-        shapes: of its own parameters, in the order in which it has them.
+        shapes: shapes of a layer's own parameters, in the layer's order.
         count: how many such layers there are.
     """
 
@@ -39,14 +39,14 @@ class Layer(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSignature(Record):
-    """What a model is made of, by which runs of like models find each other: its architecture and its loss.
+    """A model's architecture and loss, by which runs of similar models find each other.
 
-    No name, value or seed changes it. Two models of one architecture have equal ones, and each field tells how others differ.
+    Names, values and seeds do not enter. Models of one architecture have equal signatures; otherwise the fields show what differs.
 
     Attributes:
-        layers: modules that have parameters of their own, or no modules in them; sorted.
+        layers: modules that have parameters of their own, or no submodules; sorted.
         num_parameters: elements of all parameters, tied ones counted once.
-        dtypes: of the parameters, each once; sorted.
+        dtypes: types of the parameters, each once; sorted.
     """
 
     layers: tuple[Layer, ...]
@@ -62,12 +62,12 @@ class Support:
     Attributes:
         choices: what may be searched, `off` included, in increasing order where there is an order. Only `off`: not applicable.
         reason: why it does not apply, or why some choices are left out; empty when all is as usual.
-        optional: choices that are searched only when the user includes the technique (they change what is learned).
+        optional: choices that are searched only when the user includes the technique (most change what is learned).
         note: what a reader of the answer has to know; goes to the result's warnings when the technique is used.
         untraceable: choices whose memory is learned from probes alone, each with the reason why it cannot be traced.
-        setup_s: optional choices that are so for their price alone, each with the seconds that a config with it is expected
-            to take before its first step, cold. A search that has the time tries them unasked.
-        always: choices that act in every config, also where `Technique.is_redundant` says of any task that they do not.
+        setup_s: choices that are optional only because they cost time, each with the seconds that a config with it is
+            expected to take before its first step, with cold caches. A search that has the time tries them unasked.
+        always: choices that act in every config of this task, even in those that `Technique.is_redundant` rules out.
     """
 
     choices: tuple[Choice, ...]
@@ -88,7 +88,7 @@ class BatchSupport:
         accumulation_steps: searched without being asked for.
         optional_sizes: searched only when the user includes `batch_size`: they change what is learned.
         optional_accumulation_steps: searched only when the user includes `accumulation_steps`: they change what is learned.
-        stays_whole: the baseline's micro batch is not cut to make it fit, since smaller ones learn something else, or may.
+        stays_whole: the baseline's micro batch is not cut to make it fit, since smaller ones learn, or may learn, something else.
         sizes_reason, reason: why some sizes, or some accumulation steps, are left out; empty when none is.
         note: goes to the result's warnings when accumulation differs from the baseline's.
     """
@@ -104,30 +104,30 @@ class BatchSupport:
 
 
 def optimizer_name(kind: type) -> str:
-    """The class of an optimizer as `TaskFacts.optimizer` has it."""
+    """An optimizer's class, written as in `TaskFacts.optimizer`."""
     return kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFacts(Record):
-    """A task as plain data. What has a default is not known of a task that a command or an older table holds.
+    """A task as plain data. Fields with a default are unknown for a command's task and in older tables.
 
     Attributes:
         source_hash: changes with the task's code.
         num_parameters: elements of all parameters, tied ones counted once; `num_trainable`: those that require a gradient.
         parameter_bytes: memory of the parameters and buffers as built.
         optimizer: class of the optimizer: `AdamW` for torch's own, `package.module.Own` for others; empty where there are several.
-        dataset_size: samples in the training set; None without one, or for a stream that does not end within the first 512.
+        dataset_size: samples in the training set; None without one, or for a stream of more than 512.
         has_batchnorm: batch normalisation makes the micro batch part of what is learned.
         baseline: what the user runs today, as a partial config dict; None if not given.
-        batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. It has two samples of
-            `make_batch`, else the training set's first two. Empty if it differs from call to call.
+        batch: type and shape of each tensor of a small batch, e.g. `float32 (2, 3, 224, 224)`. The batch has two samples, by
+            `make_batch` or the training set's first. Empty if shapes differ from call to call.
         widest: positions of up to 512 sampled members of the training set, the widest first.
-        tokens_per_sample: what `loss_weight` counts, per sample of a small batch; None without one, or where that is at most one.
-        evaluates: the batch size for evaluation is searched, too.
-        eval_samples: samples in the set to evaluate on, as `dataset_size`.
-        parts: the functions and constants of a model file that the task has, by their names there, and `LightningModule`
-            or `PreTrainedModel` where the model is one or has one in it.
+        tokens_per_sample: what `loss_weight` counts in a small batch, per sample; None without `loss_weight`, or if at most 1.
+        evaluates: whether the batch size for evaluation is searched, too.
+        eval_samples: samples in the evaluation set, counted as in `dataset_size`.
+        parts: names of the functions and constants that the model file defines for the task; also `LightningModule` or
+            `PreTrainedModel`, where the model is one or contains one.
         warnings: what the user should know about how the task was read.
     """
 
@@ -155,20 +155,20 @@ class Inspection(Record):
     """What the search knows before its first probe.
 
     Attributes:
-        baseline: the user's baseline, complete; `baseline_given` when the task states one with its batch size.
-        batch: what may be searched of micro batches and accumulation.
-        support: per technique what may be searched.
+        baseline: the user's baseline, completed; `baseline_given`: whether the task states one with its batch size.
+        batch: which micro batches and accumulation steps may be searched.
+        support: for each technique, what may be searched.
         outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the
             user's module, a CUDA context.
-        step_s: seconds of the inspection's training step, which was cold; None where none was taken.
-        step_samples: samples of that step: 2, or the baseline's batch where two are an error.
+        step_s: seconds of the inspection's training step, the first of its process; None where none was taken.
+        step_samples: samples of that step: 2, or the baseline's batch where a step of two samples fails.
         shortage: how that step ran out of memory; empty where it did not.
         comparable: whether a config's gradients can be compared with plain fp32's.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
-        built_for_real: where nothing was to be trained: why the model was built with its values all the same; else empty.
+        built_for_real: why a prediction, which needs no values, had to build the model with them; else empty.
         global_batch: samples per optimizer step of all processes of the world together; None where any number will do.
-        world: the processes that train together; None while the number of a command's is unknown.
-        signature: of the model; None where it is not seen.
+        world: the processes that train together; None while it is unknown how many a command starts.
+        signature: the model's signature; None where the model is not seen.
     """
 
     facts: TaskFacts
@@ -190,19 +190,19 @@ class Inspection(Record):
 
     @property
     def known_world(self) -> World:
-        """The world, which is taken for a single process while nothing is known of it."""
+        """The world; a single process while it is unknown."""
         return self.world or ALONE
 
     @property
     def sample_s(self) -> float | None:
-        """Seconds that a sample of its step took."""
+        """Seconds per sample of the inspection's step."""
         return None if self.step_s is None else self.step_s / self.step_samples
 
     def support_of(self, name: str) -> Support:
-        """What may be searched of any key of a config.
+        """What may be searched for any key of a config, a technique's or the batch's.
 
         Raises:
-            KeyError: it is not one.
+            KeyError: `name` is no such key.
         """
         batch = self.batch
         if name == BATCH_SIZE:
@@ -218,6 +218,6 @@ class Inspection(Record):
 
     @property
     def unsupported(self) -> dict[str, str]:
-        """What has one choice only, or choices that must be asked for, with the reason."""
+        """Keys with only one choice, or with choices that must be asked for -> the reason."""
         found = {name: self.support_of(name) for name in (*BATCH_KEYS, *self.support)}
         return {n: s.reason for n, s in found.items() if s.reason and (len(s.choices) < 2 or s.optional)}

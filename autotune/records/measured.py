@@ -1,4 +1,4 @@
-"""Configs with what fresh processes found them to do, in training and where they evaluate; the best of them, and how rounds differ."""
+"""Configs with what fresh processes measured, in training and in evaluation; the best of them, and how rounds differ."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import TypeVar
 from autotune.records.config import Choice
 from autotune.records.formats import Record
 
-# every room takes its intervals of 95 % from this one
-NORMAL_95 = 1.96  # standard deviations of a normal distribution, on either side of the mean, that hold 95 % of it
+# every room takes its intervals of 95 % from here
+NORMAL_95 = 1.96  # 95 % of a normal distribution lie within this many standard deviations of its mean
 MOST_POLISHES = 50
-SETTLED = 1e-5  # a polish settles at once where every round holds every config, and by halves where few rounds do
+# polishing settles at once where every config is in every round; where many are missing, each pass halves the change
+SETTLED = 1e-5
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A config and what fresh processes found it to do. `samples_per_s_ci` is a 95 % interval (low, high)."""
+    """A config and what fresh processes measured of it. `samples_per_s_ci` is a 95 % interval (low, high)."""
 
     config: dict[str, Choice]
     samples_per_s: float
@@ -33,14 +34,14 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Dropped(Measured):
-    """A config that failed in the play-off, with the figures of its processes that ran through: zeros where none did."""
+    """A config that failed in the play-off, with figures from those of its processes that ran to the end; zeros where none did."""
 
     dropped: str  # why
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rival(Measured):
-    """The best of those that played against a baseline that is kept, with its throughput over the baseline's."""
+    """Where the answer is the baseline: the best of the other configs in the play-off, with its throughput over the baseline's."""
 
     speedup: float
     speedup_ci: tuple[float, float]
@@ -51,8 +52,8 @@ class Evaluated(Record):
     """One process that evaluated in batches of `eval_batch_size` samples.
 
     Attributes:
-        kind: how it ended, as an outcome's; `cause` says why, where it failed.
-        fits: it ran, within the memory limit less headroom.
+        kind: how it ended, in the words of `outcome.Kind`; where it failed, `cause` says why.
+        fits: whether it ran, within the memory limit less headroom.
         samples_per_s, samples_per_s_ci, peak_bytes: None where it failed.
     """
 
@@ -70,9 +71,9 @@ class Evaluation:
     """The batch size with which the answer's techniques evaluate fastest: forward passes without gradients.
 
     Attributes:
-        eval_batch_size: the smallest of those that are as fast as the fastest; None where none was found, and so are all
-            figures.
-        peak_bytes: of its processes. Each took a training step of a few samples first, so the optimizer's state counts.
+        eval_batch_size: the smallest batch size that is as fast as the fastest one; None where none was found, and then all
+            figures are None.
+        peak_bytes: peak of its processes. Each took a training step of a few samples first, so the optimizer's state counts.
         num_processes: fresh processes behind the figures.
         tried: every process, in order.
         unfinished: why no more was tried; empty where enough is known.
@@ -109,13 +110,13 @@ def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
 
 
 def round_effects(logs: Mapping[K, Mapping[int, float]]) -> dict[int, float]:
-    """By how much each round's logarithms are above the rest's; they add up to zero.
+    """By how much each round's logarithms lie above the other rounds'; these effects add up to zero.
 
-    With log = config + round, fitted by medians in turn (Tukey's median polish, Exploratory Data Analysis, 1977,
-    chapter 10). A config may have missed any of the rounds.
+    Fits log = config + round by medians in turn (Tukey's median polish, Exploratory Data Analysis, 1977, chapter 10).
+    A config may have missed any of the rounds.
 
     Args:
-        logs: of each config, by round.
+        logs: config -> round -> logarithm of what was measured.
     """
     numbers = sorted({number for values in logs.values() for number in values})
     effects = dict.fromkeys(numbers, 0.0)

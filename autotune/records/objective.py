@@ -9,20 +9,20 @@ from typing import ClassVar, Self
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.units import GIB
 
-OOM_INFEASIBILITY = 0.3  # as far above the limit as an out-of-memory probe is taken to be, where that is not known
+OOM_INFEASIBILITY = 0.3  # an out-of-memory probe counts as this far above the limit, where its need is not known
 FAULT_INFEASIBILITY = 1.0  # crashes, errors, time-outs, non-finite losses
-ROOMY = 0.5  # of the usable memory: with this much free, memory is not short
+ROOMY = 0.5  # share of the usable memory: a peak below it leaves enough free
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
-    """What a search makes as large or as small as it can, under one constraint: infeasibility, at most zero for what may be recommended.
+    """The figure that a search makes as large or as small as it can. Only a config whose infeasibility is at most zero is recommended.
 
-    The constraint is the relative excess over the memory limit less headroom, or a fixed figure for what did not run; where
-    speed has to be kept, it is also the shortfall in that.
+    Infeasibility is the relative excess over the memory limit less headroom, or a fixed number for a probe that did not run;
+    where speed has to be kept, it is also the shortfall in speed.
 
-    A search asks for `score` (of each trial, for Optuna), `infeasibility` (with it) and `merit` (in the play-off), in this
-    order. An objective says what its figure is, and what is to be expected of it where only speed and memory are predicted:
+    A search asks for `score` and `infeasibility` of each trial, for Optuna, and later for `merit` in the play-off. An
+    objective defines its figure, and how that depends on speed and memory, the only two that are predicted:
 
         class Cost(Objective):
             name, unit, better = "cost", "dollars_per_sample", "cheaper"
@@ -36,16 +36,16 @@ class Objective(ABC):
                 return -DEAREST
 
     Attributes:
-        name: as the user asks for it, and as a report names it.
-        unit: of its figure, in a word.
-        better: what a config is that has more of it, in a word.
-        help: what it is, for the help of the option.
-        less_is_better: whether its figure is to be small.
-        speed_weight, memory_weight: how much of the logarithm of its merit is that of the speed, and minus that of the
-            memory. What it consists of beside these is known of a config once that was measured, and not before.
+        name: its name for the user and in reports.
+        unit: unit of the figure, in a word.
+        better: the adjective for a config that is better by this objective: `faster`.
+        help: its line in the help of the option.
+        less_is_better: whether the figure is to be small.
+        speed_weight, memory_weight: log merit is speed_weight * log speed - memory_weight * log memory, plus whatever else
+            the figure depends on, which is known only once a config was measured.
         kept_speed: share of the baseline's throughput that a config must keep; 0 where any speed will do.
-        train_samples: how many the training is to take; its speed is then that of the whole training, compiling included.
-            None where that is not known: then the speed of a step is all that counts.
+        train_samples: length of the training in samples. Speed is then that of the whole training, compiling included.
+            None where the length is not known: then only the speed of a step counts.
     """
 
     name: ClassVar[str]
@@ -67,9 +67,9 @@ class Objective(ABC):
         """The figure that is to be large, or small where less is better: positive, in `unit`."""
 
     def worst(self) -> float:
-        """The score that the study keeps of a config that is not feasible: it does not train, or needs more than there is.
+        """The score that the study keeps for an infeasible config, one that does not train or needs more memory than there is.
 
-        No feasible one is below it: an objective of which less is better has to say its own.
+        No feasible config may score below it, so an objective where less is better has to define its own.
         """
         return 0.0
 
@@ -80,7 +80,7 @@ class Objective(ABC):
 
     @classmethod
     def score_name(cls) -> str:
-        """What scores are, as Optuna's views name them."""
+        """The name of the score in Optuna's views."""
         return f"minus_{cls.unit}" if cls.less_is_better else cls.unit
 
     @property
@@ -110,12 +110,12 @@ class Objective(ABC):
         return -figure if self.less_is_better else figure
 
     def merit(self, outcome: Outcome) -> float:
-        """The same order as `score`, always positive: what the play-off compares by ratios."""
+        """A figure in the same order as `score` but always positive, so that the play-off can compare ratios."""
         figure = self.figure(_measurement(outcome))
         return 1 / figure if self.less_is_better else figure
 
     def speed(self, measured: Measurement) -> float:
-        """Throughput over the whole training, where its length is known, else of its steps."""
+        """Throughput over the whole training, where its length is known; else the throughput of its steps."""
         return self.whole_samples_per_s(measured.samples_per_s, measured.compile_cold_s)
 
     def whole_samples_per_s(self, samples_per_s: float, compile_s: float) -> float:
@@ -158,7 +158,7 @@ class Objective(ABC):
         return replace(self, baseline_samples_per_s=_measurement(outcome).samples_per_s)
 
     def in_play_off(self) -> Self:
-        """The objective for single play-off processes: there speed is compared in pairs, not with the search's baseline."""
+        """The objective for the play-off's processes, whose speed is compared within pairs and not with the search's baseline."""
         return replace(self, baseline_samples_per_s=None)
 
     def feasible(self, outcome: Outcome) -> bool:
@@ -177,7 +177,7 @@ class Throughput(Objective):
 
     @property
     def is_step_speed(self) -> bool:
-        """Where the length of the training is not known."""
+        """True where the length of the training is not known."""
         return self.train_samples is None
 
 
@@ -200,7 +200,7 @@ class Memory(Objective):
 
 
 class Balanced(Objective):
-    """Speed, and memory half as much: half the memory is worth a factor of 1.4 in speed."""
+    """Speed and memory, where memory counts half: half the memory is worth a factor of 1.4 in speed."""
 
     name, unit, better = "balanced", "samples_per_s_per_root_GiB", "better"
     help = "balanced: throughput over the square root of memory"

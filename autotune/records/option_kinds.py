@@ -16,7 +16,7 @@ from typing import Any
 from autotune.units import format_exact_bytes, format_exact_seconds, parse_bytes, parse_fraction, parse_seconds
 
 LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
-ANY_BYTES = 2**40  # what a percentage is checked against where the device is not yet known
+ANY_BYTES = 2**40  # a percentage is checked against this total while the device is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,13 @@ class Kind:
     """A kind of value.
 
     Attributes:
-        read: a value from text or from Python; a value that was read already is returned as it is. Raises ValueError
+        read: makes a value of text or of a Python value; returns a value that was read already as it is. Raises ValueError
             with the value and what was expected.
         python: the annotation in a signature, without `None`.
-        metavar: in the help of the command line.
-        write: a value as a command line takes it.
-        repeated: whether the command line takes it several times, one item each; each begins with a technique's name.
-        choices: the words that there are, where they are few.
+        metavar: the placeholder in the help of the command line.
+        write: writes a value for a command line.
+        repeated: whether the command line takes the option several times, one item each; an item begins with a name.
+        choices: the words allowed, where only a few are.
     """
 
     read: Callable[[Any], Any]
@@ -115,7 +115,7 @@ def _memory(value: Any) -> Any:
 
 
 def _items(value: Any, expected: str) -> Iterator[str]:
-    """The texts in a text or a list of them."""
+    """The items of a list of texts; a single text is its own only item."""
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, Iterable):
         raise ValueError(f"{value!r} is not possible; expected {expected}")

@@ -1,9 +1,9 @@
 """The options, each spelled once. The command line, the Python API and the stored study read this table.
 
 A new one is an `Option(...)`, and a field in each options class that has it: `--help`, the API, docstrings and `[tool.autotune]`
-follow. A unit that none has yet goes into `option_kinds.py`. A search reads its options in `tuning/opening.py`; where probes under
-another value cannot be compared, the option is a field of `Fingerprint` (`study.py`), which that file fills; what probes
-need is a field of `ProbeSettings` (`config.py`), too. An option that the answer must be run with again belongs into `RunOptions`.
+follow. A new unit goes into `option_kinds.py`. A search reads its options in `tuning/opening.py`. If probes under different values
+cannot be compared, the option also needs a field of `Fingerprint` (`study.py`), which `opening.py` fills; if probes need its
+value, a field of `ProbeSettings` (`config.py`). An option that the answer must be run with again belongs into `RunOptions`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Option:
         return f"--{self.name.replace('_', '-')}"
 
     def default(self, value: Any) -> Any:
-        """The field of an options class that holds it."""
+        """The options class's field for this option, with `value` as its default."""
         metadata = {"option": self}
         if isinstance(value, dict):
             return field(default_factory=value.copy, metadata=metadata)
         return field(default=value, metadata=metadata)
 
     def required(self) -> Any:
-        """The same for an option that has to be given."""
+        """The options class's field for this option where it has to be given."""
         return field(metadata={"option": self})
 
 
@@ -159,11 +159,11 @@ class RunOptions:
         """Options from values by the names that users write, as text or as Python values.
 
         Args:
-            total_bytes: memory of a device by its name, of which a percentage is taken.
+            total_bytes: tells the memory of a device by its name, for a limit given as a percentage.
 
         Raises:
-            ConfigError: a value that is not possible.
-            TypeError: a name that is no option, or a required one that is missing.
+            ConfigError: a value is not possible.
+            TypeError: a name is no option, or a required option is missing.
         """
         names = {option.name: item.name for item, option in _table(cls)}
         for name in given:
@@ -264,7 +264,7 @@ class SweepOptions(RunOptions):
 
 
 def table(options: type[RunOptions]) -> dict[Option, Any]:
-    """The options of a class, in order, with their defaults; MISSING for what has to be given."""
+    """The options of a class, in order, with their defaults; MISSING for those that have to be given."""
     return {
         option: item.default if item.default_factory is MISSING else item.default_factory()
         for item, option in _table(options)
@@ -278,9 +278,9 @@ def words(asked: Mapping[str, str | int]) -> list[str]:
 
 
 def takes(options: type[RunOptions]) -> Callable[[F], F]:
-    """Give a function that takes `**options` the signature and the docstring that name each of them.
+    """Have the signature and the docstring of a function that takes `**options` name each option.
 
-    In the docstring they replace the line `**options`.
+    In the docstring the names replace the line `**options`.
     """
 
     def decorate(function: F) -> F:

@@ -1,4 +1,4 @@
-"""How far a probe has come, and what it found. Plain frozen data that survives JSON; every field carries its unit in its name."""
+"""How far a probe has come, and what it found. Plain frozen data that survives JSON; names carry the units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kind(StrEnum):
     UNSUPPORTED = "unsupported"
 
 
-THROTTLED = "clock throttled: "  # how a disturbance begins that is the device's own
+THROTTLED = "clock throttled: "  # begins the text of a disturbance that comes from the device itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +31,12 @@ class Kept:
     """Tensors of one kind that each micro batch leaves behind: a leak.
 
     Attributes:
-        num_tensors, num_bytes: of one micro batch.
+        num_tensors, num_bytes: what one micro batch leaves behind.
         shape, dtype: `(32, 512)`, `float32`.
-        place: file and line of the user's code that made them; a library's where there is none; empty where they were made
-            in the backward pass.
-        in_graph: only the autograd graph of another tensor that is kept holds them; otherwise some Python object does.
-        has_graph: their own autograd graph is kept with them.
+        place: file and line of the user's code that made them, or of a library where no user's code did; empty where they
+            were made in the backward pass.
+        in_graph: whether only the autograd graph of another kept tensor holds them; otherwise a Python object does.
+        has_graph: whether their own autograd graph is kept with them.
     """
 
     num_tensors: int
@@ -59,8 +59,8 @@ class Kept:
 class Measurement:
     """What a probe that ended `ok` measured.
 
-    The throughput is the median over the timed blocks, with the distribution-free 95 % interval of the median. Where the
-    blocks' samples come from a dataset, and so differ in their work, it is all samples over all the time, with Student's.
+    The throughput is the median over the timed blocks, with the distribution-free 95 % interval of the median. Where samples
+    come from a dataset, blocks differ in their work: it is then all samples over all the time, with Student's interval.
     """
 
     samples_per_s: float
@@ -74,11 +74,11 @@ class Measurement:
     warmup_s: float
     timed_s: float
     explained_s: float = 0.0  # the steps that `phases_s` was taken from
-    # of warm-up steps beyond typical ones: the first, and those that compiled again; from the cache
+    # what the first warm-up step, and those that compiled again, took beyond a typical one; with a filled cache
     compile_s: float = 0.0
     compile_cold_s: float = 0.0  # the same with an empty cache, where techniques of the config compile
     num_graph_breaks: int = 0  # places where compiled code goes back to Python
-    # graphs compiled after the first optimizer step: batches differ in what code depends on
+    # graphs compiled after the first optimizer step: batches differ in something that compiled code depends on
     num_recompilations: int = 0
     # data, forward, backward, optimizer: one optimizer step; imbalance and communication, where ranks hold copies of the model
     phases_s: dict[str, float] = field(default_factory=dict)
@@ -86,12 +86,14 @@ class Measurement:
     slow_rank: int | None = None  # for which another waits by more than the noise
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
-    leaks: tuple[Kept, ...] = ()  # what is kept, where memory grows: what Python objects hold first, then the largest
+    leaks: tuple[
+        Kept, ...
+    ] = ()  # tensors kept, where memory grows: those held by Python objects first, larger ones first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
     num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed
     contention: float = 0.0  # share of the timed wall time in which others held the processor or GPU
-    cut_short: bool = False  # too slow to be worth timing: the blocks are the warm-up's steps
+    cut_short: bool = False  # too slow to be worth timing: its blocks are warm-up steps
     disturbances: tuple[str, ...] = ()  # what was seen to disturb the timing, in words
     memory: dict[str, float] = field(default_factory=dict)  # device-specific detail, bytes
     # device-specific: gpu_utilization, temperature_c, power_w
@@ -114,7 +116,7 @@ class Measurement:
 
     @property
     def compile_trouble(self) -> str:
-        """What keeps compiled code from being as fast as it may be, in words; empty where nothing was seen."""
+        """What keeps compiled code from its full speed, in words; empty where nothing was seen."""
         breaks = plural(self.num_graph_breaks, "graph break") if self.num_graph_breaks else ""
         again = f"{plural(self.num_recompilations, 'graph')} compiled after the first step"
         return " and ".join(filter(None, (breaks, again if self.num_recompilations else "")))
@@ -140,12 +142,12 @@ class Overflow:
     """Where a training step first made a value that is not finite.
 
     Attributes:
-        phase: `forward` or `backward` pass of a module, the `loss` (in code outside of the model's modules), or `input`: what
-            a module was given by such code, or by the batch.
+        phase: the `forward` or `backward` pass of a module, the `loss` (code outside of the model's modules), or `input`: the
+            value was in what a module was given, by such code or by the batch.
         value: `nan`, `inf`, `-inf`.
-        module: the module's qualified name in the model; empty for the model itself, and where it was none.
-        kind: the module's class; empty where it was none.
-        operator: the node of the autograd graph whose derivative it was.
+        module: the module's qualified name in the model; empty for the model itself, and where no module was involved.
+        kind: the module's class; empty where no module was involved.
+        operator: the autograd graph's node whose derivative the value was.
         finite_in_fp32: whether the module's output is finite in fp32, for the same inputs; None where that is not known.
     """
 
@@ -157,7 +159,7 @@ class Overflow:
     finite_in_fp32: bool | None = None
 
     def __str__(self) -> str:
-        """Where, and what to do about it."""
+        """Where the value arose, and what to do about it."""
         named = f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
         if self.phase == INPUT:
             return f"{self.value} was in what {named} is given: look at the batch, and at the code between modules"
@@ -180,8 +182,8 @@ class Bound:
     """What a probe that was ended early still says of its config.
 
     Attributes:
-        samples_per_s_high: it trains at most so fast; None where nothing is known.
-        peak_bytes_low: it needs at least so much memory, comparable with the memory limit; 0 where no micro step was done.
+        samples_per_s_high: the config trains at most so fast; None where nothing is known.
+        peak_bytes_low: it needs at least this much memory, comparable with the limit; 0 where no micro step was done.
     """
 
     samples_per_s_high: float | None
@@ -198,20 +200,20 @@ class Outcome(Record):
         stage: where the probe was: `setup`, `warmup`, `timing`, `checks`.
         log: path of the file that holds what the user's code printed.
         own_fault: whether the exception arose in a line of autotune itself; `cause` says so, too.
-        device_fault: whether torch cannot use the device at all, whatever the task.
+        device_fault: whether torch cannot use the device at all, for any task.
         waited_for: for `timeout` in a world: the rank for which the others waited, and where it was, in words; empty where none
             was seen to hang. `cause` says so, too.
-        too_few_samples: for `error`: a pass over the training set gives no batch as large.
-        crowded: for `oom`: the limit allowed it, but others held the memory. A disturbance, which says nothing of the config.
+        too_few_samples: for `error`: a pass over the training set gives no batch as large as the config's.
+        crowded: for `oom`: other processes held memory that the limit allows. A disturbance, which says nothing of the config.
         on_host: for `oom` on a GPU: it was the host's memory that ran out.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.
-        compiling_s: of `wall_s`, what a process of its own took that compiled for this one.
-        bound: for a probe whose process was ended after some micro steps: what they say of the config.
+        compiling_s: the part of `wall_s` that a separate process took to compile before.
+        bound: for a probe whose process was ended after some micro steps: what these say of the config.
         overflow: for `nonfinite`: where it began, if that was found.
         world: the processes that trained the config together.
-        slot, device: where it ran, by the names that the runner has for them; empty where that was not kept.
-        beside: labels of the jobs that were in flight on the same host at some time meanwhile.
+        slot, device: where it ran, by the runner's names; empty where that was not kept.
+        beside: labels of the jobs that ran on the same host at some time during the probe.
     """
 
     kind: Kind
@@ -245,17 +247,17 @@ class Outcome(Record):
 
     @property
     def disturbances(self) -> tuple[str, ...]:
-        """What was seen to disturb its timing, in words; empty where nothing was measured."""
+        """What was seen to disturb the timing, in words; empty also where nothing was measured."""
         return self.measurement.disturbances if self.measurement else ()
 
     @property
     def running_s(self) -> float:
-        """Seconds of its process, without one that compiled before."""
+        """Seconds that its own process took, without the process that compiled before."""
         return self.wall_s - self.compiling_s
 
     @property
     def samples_per_s_high(self) -> float | None:
-        """How fast its config trains at most, where the probe was ended; None where nothing is known."""
+        """How fast the config trains at most, where the probe was ended early; None where that is not known."""
         return self.bound.samples_per_s_high if self.bound else None
 
     @property
@@ -265,7 +267,7 @@ class Outcome(Record):
 
 
 def calmer(first: Outcome, second: Outcome) -> Outcome:
-    """Of two probes of one config, the first of which was disturbed: the less disturbed one, the first where they are alike."""
+    """The less disturbed of two probes of one config; the first where they are equally disturbed."""
     if first.measurement is None:  # others held its memory
         return second
     if second.measurement is None:
@@ -278,7 +280,7 @@ def _unrest(outcome: Outcome) -> tuple[int, float]:
     return len(outcome.measurement.disturbances), outcome.measurement.contention
 
 
-COMPILING = "compiling"  # a stage before all others, in a process of its own
+COMPILING = "compiling"  # the stage before all others, in a separate process
 COMPARING = "comparing a batch with its micro batches"  # a stage of an inspection
 
 
@@ -291,8 +293,8 @@ class Progress(Record):
         train_s: seconds inside training steps.
         num_micro_steps: micro batches trained on.
         peak_bytes: the most memory held so far, comparable with the memory limit; 0 before the first micro step.
-        samples_per_s_high: the throughput of its fastest micro step after the first optimizer step, which compiles and
-            allocates; None before there is one. A whole step, with its update, is no faster.
+        samples_per_s_high: throughput of the fastest micro step so far; a whole step, with its update, is no faster. The first
+            optimizer step does not count, since it compiles and allocates; None before a later one.
     """
 
     stage: str = "setup"

@@ -12,12 +12,12 @@ from autotune.records.config import Choice
 from autotune.records.formats import Group, Record, require_readable
 from autotune.records.measured import Dropped, Evaluation, Measured, Rival
 
-FORMAT = 2  # 1 had no number, no `first_probe_s` and no `split_s`
+FORMAT = 2  # format 1 had no `format`, `first_probe_s` and `split_s`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """The effect of one technique of the answer, by pairs of configs that differ in it alone (`num_pairs` 0: not isolated)."""
+    """The effect of one technique of the answer, from pairs of configs that differ in it alone; without pairs it is not isolated."""
 
     technique: str
     choice: Choice
@@ -35,10 +35,10 @@ class DeviceUse:
 
     Attributes:
         arithmetic: the type of its matrix products and convolutions.
-        flops_per_s: of the model's own work at the answer's speed: what is computed twice counts once.
-        flops_share: of the rates that the device was measured to reach in that type, for the model's mix of work.
-        bytes_per_s: that its operators read and write, as if there were no caches.
-        bandwidth_share: of the measured bandwidth of memory; above 1 where caches serve.
+        flops_per_s: rate of the model's own work at the answer's speed; what is computed twice counts once.
+        flops_share: this rate over the device's measured rate in that type, for the model's mix of work.
+        bytes_per_s: bytes that its operators read and write in a second, as if there were no caches.
+        bandwidth_share: these over the measured bandwidth of memory; above 1 where caches serve.
         contention: share of the time in which others held the device while its rates were measured.
     """
 
@@ -52,13 +52,13 @@ class DeviceUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The best config where something else is trained, compared with the baseline of the same training alone.
+    """The answer for one choice of what is trained. It is compared only with a baseline that trains the same.
 
     Attributes:
-        choice: what is trained: the keys of a config in which the rankings differ.
-        study: keeps its search, in the file of the user's own.
+        choice: what is trained: the keys of a config in which the rankings differ, with their values.
+        study: name of the study that keeps its search, in the same file as the user's own study.
         num_parameters, num_trainable: elements, all and those that require a gradient; None where that was not found out.
-        config: None where there is no answer, and so are all figures. `failure` says why; it is empty otherwise.
+        config: None where there is no answer; then all figures are None, too, and `failure`, else empty, says why.
         speedup, speedup_ci, verdict, confirmed, evaluation: as in `Result`.
     """
 
@@ -83,10 +83,9 @@ class Goal(Group):
     """What the search was asked for.
 
     Attributes:
-        train_samples: how many the training is to take, as the user said; the answer was then chosen by the time for all
-            of them, compiling included. None where the speed of a step decided.
-        asked: what of `device`, `global_batch` and `memory_limit` the search was given, for `prepare`, `probe` and
-            `verify` to be given, too.
+        train_samples: the length of the training in samples, as the user said; the answer was then chosen by the time of the
+            whole training, compiling included. None where the speed of a step decided.
+        asked: those of the options in `RunOptions` that the user gave, so that `prepare`, `probe` and `verify` get the same.
     """
 
     memory_limit_bytes: int
@@ -102,11 +101,11 @@ class Subject(Group):
 
     Attributes:
         device: its name.
-        num_processes: that train together, each on a device of its own, or all on the CPU.
+        num_processes: number of processes that train together, each on a device of its own, or all on the CPU.
         model: the task as `prepare` and the command line take it; empty for one built in Python.
         parts: which of a model file's functions and constants the task has, as in `TaskFacts`.
         optimizer: class of the task's optimizer, as in `TaskFacts`.
-        trained: what is trained that the task's own baseline does not train.
+        trained: what is trained, where it differs from what the task's own baseline trains.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
     """
 
@@ -130,9 +129,9 @@ class PlayOffOutcome(Group):
 
     Attributes:
         confirmed: whether a play-off was run; an interrupted search answers with the best so far, unconfirmed.
-        finalists: what it found of each, those that failed in it included.
-        num_rounds: in which the answer ran beside the baseline; where it is the baseline, the best of the others. None
-            where that is not known: in answers of earlier versions.
+        finalists: the configs that played with what was measured of them, those that failed included.
+        num_rounds: number of rounds in which the answer ran beside the baseline, or the baseline beside its `rival` where it
+            is the answer. None in answers of earlier versions.
         rival: the best of the others where the baseline is the answer; None where none played.
     """
 
@@ -147,12 +146,12 @@ class Reasons(Group):
     """Why the answer is as fast as it is.
 
     Attributes:
-        effects: what each of its techniques gained or cost.
+        effects: what each technique of the answer gained or cost.
         limit: the resource that limits the speed now (`compute`, `memory`, `data loading`, ...) in one sentence.
-        use: how near the device's limits that is; None where the device was not measured or the model could not be traced.
+        use: how near the device's limits it runs; None where the device was not measured or the model could not be traced.
         peak_by_kind: `answer` and `baseline` -> bytes of tensors at the traced peak by kind: parameters, gradients, optimizer,
             activations, temporaries. What could not be traced is left out.
-        tokens_per_s: throughput as the task's `loss_weight` counts; None without one.
+        tokens_per_s: throughput in what the task's `loss_weight` counts; None without `loss_weight`.
     """
 
     effects: tuple[Effect, ...] = ()
@@ -164,12 +163,12 @@ class Reasons(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiling(Group):
-    """What compiling the answer costs, and when that has paid. All are None where it compiles nothing.
+    """What compiling the answer costs, and when that has paid off. All are None where the answer compiles nothing.
 
     Attributes:
-        compile_cold_s: seconds that it takes with an empty cache.
-        break_even_steps, break_even_s: optimizer steps, and seconds of training from its start, compiling included, after
-            which it has come as far as the fastest config that compiles nothing; None, too, where it never does.
+        compile_cold_s: seconds that compiling takes with an empty cache.
+        break_even_steps, break_even_s: optimizer steps, and seconds from the start, compiling included, after which training
+            has come as far as with the fastest config that compiles nothing; None also where it never does.
     """
 
     compile_cold_s: float | None = None
@@ -182,12 +181,12 @@ class Cost(Group):
     """What the answer cost.
 
     Attributes:
-        probes, outcomes, train_s: of the whole study, earlier searches included: finished probes, how many of each kind,
-            and their seconds inside training steps.
-        wall_s: of this search alone, from its start to the answer.
-        first_probe_s: of that, until the first probe was started; None where none was.
-        split_s: where it went, in seconds that add up to it: `import`, `inspection`, `tracing`, `probes` (outside
-            training), `training`, `checks`, `evaluation`, `other`.
+        probes, outcomes, train_s: finished probes, how many ended in each kind, and their seconds inside training steps; of
+            the whole study, earlier searches included.
+        wall_s: seconds of this search alone, from its start to the answer.
+        first_probe_s: seconds until the first probe was started; None where none was.
+        split_s: what `wall_s` was spent on: seconds of `import`, `inspection`, `tracing`, `probes` (outside training),
+            `training`, `checks`, `evaluation`, `other`, which add up to it.
     """
 
     probes: int = 0
@@ -205,26 +204,24 @@ class Result(Record):
     Its groups lie flat in the JSON document, and their fields are its attributes as well: `result.wall_s` is `result.cost.wall_s`.
 
     Attributes:
-        samples_per_s: within what processes of the config measured that no other work disturbed.
+        samples_per_s: throughput, within the range that the config's undisturbed processes measured.
         baseline: None when it does not run within the limit.
-        speedup: throughput over the baseline's, as both are shown; `speedup_ci` its 95 % interval, from paired fresh processes.
-            None without a baseline. The answer may be the baseline itself: the interval is None then, and the play-off's `rival`
-            has what was seen of the others.
-        verdict: `faster` or `slower` than the baseline where the whole of `speedup_ci` is, `same` where all of it is close to 1 or
+        speedup: throughput over the baseline's, as both are shown; None without a baseline. `speedup_ci`: its 95 % interval, from
+            paired fresh processes; None also where the answer is the baseline, and then the play-off's `rival` tells of the others.
+        verdict: `faster` or `slower` than the baseline where all of `speedup_ci` says so, `same` where all of it is close to 1 or
             nothing beats the baseline; `faster` where the baseline does not run. `undecided` where the evidence is too thin,
             and for every answer that changes something and is not confirmed.
         undecided: what is open and what would decide it; empty for other verdicts.
-        front: every config that nothing beats in both memory and throughput, by increasing memory.
+        front: every config that no other beats in both memory and throughput, by increasing memory.
         checks: the comparison of the answer's changes with plain fp32, where there was one.
-        unchecked: why the answer was not compared with plain fp32 and is no recommendation: an interrupt ended the search
-            before. Empty otherwise.
+        unchecked: why the answer was not compared with plain fp32 and so is no recommendation: an interrupt ended the search
+            too early. Empty otherwise.
         evaluation: None where nobody asked for it.
-        command: the command line of the answer, where the search ran one for each probe; empty otherwise.
+        command: the answer as a command line, where each probe was a run of a command; empty otherwise.
         places: technique of the answer -> the modules that it acted on, as its probe found.
-        storage, study: where it is kept.
-        rankings: this answer and, beside it, those to other trainings of the task; empty where there is no other. What is
-            learned differs between them and was not compared, so none of them is better than another. `cost` is that of
-            this answer's search alone.
+        storage, study: where the search is kept.
+        rankings: this answer and those for other choices of what is trained; empty where there is no other. What is learned
+            differs between them and was not compared, so none is called better. `cost` covers this answer's search alone.
         format: version of this record; `from_dict` reads every one up to today's.
     """
 
@@ -255,7 +252,7 @@ class Result(Record):
     rankings: tuple[Ranking, ...] = ()
     format: int = FORMAT
 
-    if not TYPE_CHECKING:  # so that mypy finds a misspelt name; the package itself names the group
+    if not TYPE_CHECKING:  # mypy is to find a misspelt name, so the package itself writes `result.cost.wall_s`
 
         def __getattr__(self, name: str) -> Any:
             """A field of a group."""
@@ -271,10 +268,10 @@ class Result(Record):
         return str(given("page")(self, width))
 
     def export(self, to: str, *, force: bool = False) -> Any:
-        """The answer in other words, as `autotune export STUDY --to NAME` prints it: an `autotune.export.Export`.
+        """The answer for another tool, as `autotune export STUDY --to NAME` prints it: an `autotune.export.Export`.
 
         Args:
-            force: also where there is a `doubt`.
+            force: export also where there is a `doubt`.
 
         Raises:
             ConfigError: there is no exporter of that name, the answer is a command line, or there is a `doubt`.
@@ -283,7 +280,7 @@ class Result(Record):
 
     @property
     def doubt(self) -> str:
-        """Why nobody should train with the answer yet: it was not compared with plain fp32, or did not pass. Empty where it did."""
+        """Why nobody should train with the answer yet: it was not compared with plain fp32, or did not pass. Empty without doubt."""
         failed = (check.reason or "its gradients differ" for check in self.checks if check.passed is not True)
         return self.unchecked or next(failed, "")
 
@@ -307,7 +304,7 @@ _GROUP_OF = {
 
 
 def file_and_attribute(model: str) -> tuple[str, str]:
-    """The file of a model as a command names it, and the name of the Task in it; both may be empty."""
+    """The file in `PATH` or `PATH:ATTRIBUTE`, and the attribute, which names the Task; both may be empty."""
     if model.endswith(".py"):
         return model, ""
     file, _, attribute = model.rpartition(":")

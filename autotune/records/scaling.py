@@ -17,11 +17,11 @@ class OnDevices(Record):
     """The answer for one number of devices.
 
     Attributes:
-        num_processes: one a device, or all on the CPU.
-        samples_per_s: of all together, with its 95 % interval.
-        peak_bytes: of the process that needs the most.
-        verdict: over what is run today on as many.
-        efficiency: throughput over that of the fewest devices, for each of them; with its 95 % interval.
+        num_processes: number of processes, one for each device, or all on the CPU.
+        samples_per_s: throughput of all processes together; `samples_per_s_ci`: its 95 % interval.
+        peak_bytes: peak of the process that needs the most.
+        verdict: the comparison with what the user runs today on as many devices.
+        efficiency: throughput per device, over that on the fewest devices; `efficiency_ci`: its 95 % interval.
     """
 
     num_processes: int
@@ -48,7 +48,7 @@ class OnDevices(Record):
         )
 
     def over(self, fewest: OnDevices) -> OnDevices:
-        """The same with its efficiency. Half-widths of the two intervals are added in squares, as of independent logarithms."""
+        """The same with its efficiency. The logarithms count as independent: squares of their intervals' half-widths are added."""
         ideal = fewest.samples_per_s * self.num_processes / fewest.num_processes
         efficiency = self.samples_per_s / ideal
         width = math.hypot(self._log_half_width, fewest._log_half_width) if self is not fewest else 0.0
@@ -74,7 +74,7 @@ class Scaling(Record):
 
     @classmethod
     def of(cls, found: Sequence[OnDevices], failed: Mapping[int, str] | None = None) -> Self:
-        """The answers compared with that for the fewest devices of those that have one."""
+        """The answers, each compared with the one for the fewest devices."""
         ordered = sorted(found, key=lambda one: one.num_processes)
         rows = tuple(one.over(ordered[0]) for one in ordered)
         return cls(rows=rows, failed={str(number): why for number, why in (failed or {}).items()})

@@ -1,7 +1,7 @@
-"""What a study keeps: of each config that was or is being probed why, what was predicted and what was found, and what is known beside
-them. Plain data in Optuna's attributes.
+"""What a study keeps, as plain data in Optuna's attributes: for each probed config the reason, the prediction and the outcome; and
+facts of the whole study.
 
-Each field is an attribute of its own, under its name. A field with a default is not known of older studies.
+Each field is an attribute of its own, under its name. Fields with a default may be missing in older studies.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Prediction(Record):
     """What was predicted of a probe before it ran. Intervals are 95 %.
 
     Attributes:
-        samples_per_s: None before any probe has run, with its interval.
-        peak_bytes: comparable with the memory limit; None where nothing is known of it, with its interval.
-        chance_to_win: that the config is at least 1 % better than the best known one; None without one.
-        chance_to_fit: that its peak is within the limit less headroom.
+        samples_per_s: throughput; it and its interval are None before any probe has run.
+        peak_bytes: comparable with the memory limit; it and its interval are None where nothing is known.
+        chance_to_win: probability that the config is at least 1 % better than the best known one; None if none is known.
+        chance_to_fit: probability that its peak is within the limit less headroom.
         reason: why it is probed, in a few words.
         world: the processes that are to train the config together.
     """
@@ -54,7 +54,7 @@ class Proposal:
     Attributes:
         stage: `baseline`, `search`, `ablation` (the best with one change undone) or `play-off`.
         reason: why it is probed, in a few words; empty where the prediction gives the reason.
-        round: of the play-off, counted from 0; None elsewhere.
+        round: round of the play-off, counted from 0; None in other stages.
     """
 
     config: Config
@@ -69,12 +69,12 @@ class Trial:
 
     Attributes:
         number: counted over the whole search, its play-off included.
-        stage, reason, round: of its `Proposal`.
-        prediction: what was predicted of it before it ran; None in the play-off, which confirms what is known.
-        feasible: it ran, within the memory limit less headroom.
-        score: as the study keeps it; larger is better, and the worst there is where the trial is not feasible.
-        disturbed: other work on the machine was seen to disturb the timing.
-        started: None where the storage does not say.
+        stage, reason, round: as in its `Proposal`.
+        prediction: what was predicted before it ran; None in the play-off, which confirms what is known.
+        feasible: whether the config may be recommended (`Objective.feasible`).
+        score: the study's score, where larger is better; the objective's worst where the trial is not feasible.
+        disturbed: whether other work on the machine was seen to disturb the timing.
+        started: when it began; None where the storage does not say.
     """
 
     number: int
@@ -91,7 +91,7 @@ class Trial:
 
     @property
     def in_play_off(self) -> bool:
-        """Whether it belongs to the play-off, whose figures the search's models do not use."""
+        """Whether it belongs to the play-off; the search's models do not use its figures then."""
         return self.stage == PLAY_OFF
 
     @property
@@ -102,14 +102,14 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint(Record):
-    """What must be equal for measurements to be comparable. None: there is none, or an older study did not record it.
+    """What must be equal for measurements to be comparable. A field is None where it does not apply, or an older study did not keep it.
 
     Attributes:
         autotune, torch, driver: versions.
-        techniques: their names; `choices` are those of the techniques without an order, as text.
-        task: hash of its source; a model file may read its sizes from elsewhere.
+        techniques: their names; `choices`: the choices of those whose choices have no order, as text.
+        task: hash of its source. Its sizes are kept beside it, because a model file may read them from elsewhere.
         device: its name and model.
-        environment: variables that change a device's arithmetic, those that are set.
+        environment: those variables that change a device's arithmetic and are set.
     """
 
     autotune: str | None = None
@@ -136,7 +136,7 @@ class Fingerprint(Record):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild it. Older studies have the variables of the environment beside the rest, those that are not set as well."""
+        """Rebuild it. Older studies keep environment variables beside the other fields, and unset ones as well."""
         return super().from_dict(
             {"environment": {key: data[key] for key in data if key.isupper() and data[key]}, **data}
         )
@@ -153,9 +153,9 @@ class SearchFacts(Record):
         space: technique -> choices that are searched.
         unsupported: technique -> why it, or a choice of it, is not searched.
         baseline_config: empty where the search did not get that far.
-        limited_beside: name of the study that was there before, with another memory limit; empty where there is none.
-        ranked_beside: name of the user's own study, where something else is trained; else empty.
-        signature: of the model; None where it was not seen.
+        limited_beside: name of an earlier study of the same task with another memory limit; empty where there is none.
+        ranked_beside: name of the user's own study, where this one trains something else; else empty.
+        signature: the model's signature; None where the model was not seen.
     """
 
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
@@ -175,7 +175,7 @@ class SearchFacts(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Traced(Record):
-    """How far memory was traced: groups of configs, what could not be traced and why, and seconds."""
+    """How far memory was traced: number of groups of configs, what could not be traced -> why, and the seconds it took."""
 
     num_groups: int
     failures: dict[str, str]
@@ -184,17 +184,17 @@ class Traced(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class StudyFacts(SearchFacts):
-    """What the last search said of itself, and what all searches of the study found beside the probes.
+    """What the last search said of itself, and what all searches of the study found apart from probes.
 
     Attributes:
-        format: of the study; one that does not say has the first.
+        format: the study's format; 1 where it does not say.
         searched_at: when the last search began, in UTC.
         no_answer: why the last search found none; empty where it did, or did not end.
         result: the last answer.
-        warnings: those of the last answer.
+        warnings: warnings of the last answer.
         whole_rounds: numbers of the play-off's rounds that were not cut short.
         checks: every comparison that finished.
-        evaluated: every process that evaluated, by the techniques that it evaluated with.
+        evaluated: techniques, as text -> every process that evaluated with them.
     """
 
     format: int = 1
@@ -213,8 +213,8 @@ class Owner(Record):
     """A process that runs a search.
 
     Attributes:
-        host: the machine, as far as numbers of processes mean the same.
-        started: when the process started, which sets it apart from a later one of the same number.
+        host: the machine, or the part of it in which process numbers are unique.
+        started: when the process started, which tells it from a later process with the same number.
     """
 
     host: str
@@ -227,10 +227,10 @@ class BegunTrial(Record):
     """A trial before it has ended.
 
     Attributes:
-        number: counted over search and play-off; None where Optuna's own counts over both, as up to format 2.
-        stage, reason, round: of its `Proposal`.
-        owner: who runs it.
-        seen_at_s: when its owner last said that it lives, in seconds since 1970.
+        number: counted over search and play-off; None up to format 2, where Optuna's own number counts over both.
+        stage, reason, round: as in its `Proposal`.
+        owner: the process that runs it.
+        seen_at_s: when the owner last showed that it is alive, in seconds since 1970.
     """
 
     config: dict[str, Choice] = field(default_factory=dict)
@@ -244,17 +244,17 @@ class BegunTrial(Record):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Rebuild it. Studies of format 1 call a prediction a forecast."""
+        """Rebuild it. In studies of format 1 a prediction is called a forecast."""
         return super().from_dict({"prediction": data.get("forecast"), **data})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndedTrial(Record):
-    """What came of a trial. The outcome is written last: a trial that has one has ended, whether Optuna knows it or not.
+    """How a trial ended. The outcome is written last: a trial that has one has ended, whether Optuna knows it or not.
 
     Attributes:
         ended: the outcome's kind, or `over the limit`.
-        peak_bytes: of its measurement.
+        peak_bytes: peak of its measurement; None where nothing was measured.
     """
 
     feasible: bool

@@ -1,8 +1,7 @@
 """An answer as sections: the config to run, its gain with the interval, the reasons, and how to run it as it was measured.
 
-The lines that show how to run it are text to paste. There `model` names the task as `autotune.prepare` and the command line
-take it, empty for a task built in Python; `asked` is the `asked` of a `Result`. What is a default is left out, so that the lines
-stay short.
+The lines that show how to run it are text to paste. In their functions `model` names the task as `autotune.prepare` and the command
+line take it (empty for a task built in Python), and `asked` is `Result.goal.asked`. Defaults are left out, so that lines stay short.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from autotune.report.terminal import as_text
 from autotune.techniques import Techniques, find_techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
-VERIFY_STEPS = 100  # of the command that is offered
+VERIFY_STEPS = 100  # `--steps` of the command that is offered
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
@@ -50,7 +49,7 @@ def answer_sections(
     Args:
         model: the model file, as the user named it, for the lines that show how to run the answer; empty for a task
             built in Python.
-        in_study: the reader has just seen the study and its front.
+        in_study: whether the study and its front stand before the answer.
     """
     goal = result.goal
     about = f"on {result.subject.device}: {limit_words(goal.objective, goal.memory_limit_bytes, goal.headroom)}"
@@ -84,7 +83,7 @@ def answer_sections(
 
 
 def in_short(result: Result) -> str:
-    """`faster: 1.87x the baseline (95% interval 1.81x to 1.93x), with 0.81x its memory`, and the config."""
+    """The answer in two lines: `faster: 1.87x the baseline (95% interval 1.81x to 1.93x), with 0.81x its memory`, and the config."""
     found, gain = said_of(result), ""
     if result.baseline is not None and found.gain:
         sure = f" ({found.sure})" if found.sure else ""
@@ -113,12 +112,12 @@ def as_json(config: Mapping[str, Choice], techniques: Techniques) -> str:
 
 
 def _essentials(config: Mapping[str, Choice], techniques: Techniques) -> dict[str, Choice]:
-    """The batch, and every technique that is not off: what `prepare` needs to build the same config."""
+    """The part of a config that `prepare` needs to build it again: the batch, and every technique that is not off."""
     return {name: choice for name, choice in config.items() if not techniques.is_off(name, choice)}
 
 
 def python_lines(model: str, asked: Mapping[str, str | int], num_processes: int = 1) -> tuple[Code, ...]:
-    """A training loop, with the config in `config`, and a task built in Python in `task`; of several processes, how they start."""
+    """A training loop that uses `config`, and `task` for a task built in Python; for several processes, also how to start them."""
     task = json.dumps(model, ensure_ascii=False) if model else "task"
     given = dict(asked)
     if str(given.get("devices", "")).startswith("cpu:"):
@@ -147,7 +146,7 @@ def verify_command(
 def front_section(
     front: Iterable[Measured], result: Result | None, baseline: Measured | None, techniques: Techniques
 ) -> Section:
-    """The front by increasing memory, the answer and the baseline marked. The answer's speed is that of the play-off."""
+    """The front by increasing memory, with the answer and the baseline marked. The answer's speed-up is the play-off's."""
 
     def speed(measured: Measured) -> float | None:
         if result is not None and result.speedup is not None and measured.config == result.config:
@@ -168,7 +167,7 @@ def front_section(
     shown = table((">peak", ">samples/s", ">speed", "config"), rows)
     note = "no other config is faster or takes less memory" if len(front) == 1 else "no config beats these in both"
     if result is not None and all(m.config != result.config for m in front):
-        note = "by their own figures; the answer is not among them, and as good within the noise"
+        note = "by each config's own figures; the answer is not among them but as good within the noise"
     return Section("Memory/throughput front", (shown,), note)
 
 
@@ -177,7 +176,7 @@ def _role(result: Result) -> str:
 
 
 def _verdict(result: Result, techniques: Techniques) -> Span:
-    """The verdict in a sentence. What may be said of the gain is decided in `figures.py`."""
+    """The verdict in a sentence; `figures.py` decides what may be said of the gain."""
     open_question = f" Not sure: {result.undecided}." if result.undecided else ""
     found = said_of(result)
     verdict = found.verdict[0].upper() + found.verdict[1:]
@@ -202,7 +201,7 @@ def _kept(result: Result) -> str:
 
 
 def _rival(result: Result, techniques: Techniques) -> str:
-    """A sentence on the best of the others; empty where none played."""
+    """A sentence on the best config but the baseline in the play-off; empty where none played."""
     rival = result.play_off.rival
     if rival is None:
         return ""
@@ -219,7 +218,7 @@ def _rival(result: Result, techniques: Techniques) -> str:
 
 
 def _play_off(result: Result, techniques: Techniques) -> Section:
-    """The answer beside the baseline and the other finalists, those included that the play-off dropped."""
+    """The answer beside the baseline and the other finalists, also those that the play-off dropped."""
     base = result.baseline
     others = [m for m in result.play_off.finalists if m.config not in (result.config, base and base.config)]
     ran = sorted((m for m in others if not isinstance(m, Dropped)), key=lambda m: -m.samples_per_s)
@@ -276,7 +275,7 @@ def _compiling(compiling: Compiling, train_samples: float | None) -> Iterator[Se
 
 
 def _rankings(result: Result, techniques: Techniques) -> Section:
-    """Each thing that may be trained, the answer's own first, with its best config. None is marked as the best."""
+    """A row for each choice of what is trained, with its best config; the answer's own comes first. None is marked as the best."""
     rows: list[tuple[Cell, ...]] = []
     evaluates = any(ranking.evaluation for ranking in result.rankings)
     for ranking in result.rankings:
@@ -333,7 +332,7 @@ def _evaluation(evaluation: Evaluation) -> Section:
 
 
 def _answer(result: Result) -> Measured:
-    """The answer as a `Measured`. Its step time and number of processes come from the record of the same config, where there is one."""
+    """The answer as a `Measured`. Step time and number of processes come from another record of the same config, where there is one."""
     records: Sequence[Measured | None] = (result.baseline, *result.play_off.finalists, *result.front)
     known = next((record for record in records if record is not None and record.config == result.config), None)
     samples_per_process = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])
@@ -351,7 +350,7 @@ def _reasons(reasons: Reasons, techniques: Techniques) -> Iterator[Section]:
     """The effect of each technique, and the limit of the speed."""
     if reasons.effects and not any(effect.num_pairs for effect in reasons.effects):
         unseen = ", ".join(_change(effect, techniques) for effect in reasons.effects)
-        yield Section("Effect of each change", (Paragraph(f"None was seen by itself: {unseen}."),))
+        yield Section("Effect of each change", (Paragraph(f"No change was measured alone: {unseen}."),))
     elif reasons.effects:
         rows = (
             (
@@ -397,7 +396,7 @@ def _doubt(effect: Effect) -> str:
 
 
 def _use(reasons: Reasons) -> Iterator[Paragraph]:
-    """How near the device's limits that is, and throughput in tokens."""
+    """How near the device's limits the answer runs, and its throughput in tokens."""
     if use := reasons.use:
         flops, moved = format_per_s(use.flops_per_s, "FLOP"), format_per_s(use.bytes_per_s, "B")
         yield Paragraph(
@@ -413,7 +412,7 @@ def _use(reasons: Reasons) -> Iterator[Paragraph]:
 def _beyond(use: DeviceUse) -> str:
     """Why a config may do more than the device was measured to reach."""
     if use.contention > DISTURBED:
-        return f"others held the device for {use.contention:.0%} of the time when it was measured; the next search does so again"
+        return f"others held the device for {use.contention:.0%} of the time when it was measured; the next search measures it again"
     if use.flops_share > 1:
         return (
             "the device was slower when it was measured, or its kernels suit this model better than what was measured"

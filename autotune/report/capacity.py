@@ -22,7 +22,7 @@ _PARTS = (
     ("outside", "outside_bytes", "{outside}"),
 )
 SMALLEST_SHARE = 0.005  # of the activations: modules that hold less are left out
-NUM_SAME = 4  # further choices of the same memory that are named
+NUM_SAME = 4  # at most so many choices that do not change the memory are named
 Changes = frozenset[tuple[str, Choice]]
 
 
@@ -91,7 +91,7 @@ def _all(prediction: MemoryPrediction, techniques: Techniques, outside: str) -> 
     groups = prediction.groups
     everywhere = [
         c for c in _changes(groups[0]) if all(c in _changes(group) for group in groups)
-    ]  # without a difference
+    ]  # changes that make no difference anywhere
     most = max((group.peak.config["batch_size"] for group in groups if group.fits), default=None)
     rows = [(str(number), *_group(group, techniques, most, everywhere)) for number, group in enumerate(groups, start=1)]
     remarks = [f"The same with {_alternatives(everywhere, techniques)}."] if everywhere else []
@@ -102,7 +102,7 @@ def _all(prediction: MemoryPrediction, techniques: Techniques, outside: str) -> 
     shown = table((">#", "batch", ">peak", "95% likely", "switched on"), rows)
     steps = f"xN: accumulated to the global batch of {prediction.global_batch}" if prediction.global_batch else ""
     yield Section("Largest batch that fits", (shown, *(Paragraph(Span(text, Tone.NOTE)) for text in remarks)), steps)
-    if all(group.bounded for group in groups):  # everything fits: how each would fill the memory is nobody's question
+    if all(group.bounded for group in groups):  # everything fits, so nobody asks how each group fills the memory
         yield from _breakdown(groups[0].peak, outside, "#1")
         return
     unit, name = (GIB, "GiB") if max(group.peak.peak_bytes for group in groups) >= 2 * GIB else (MIB, "MiB")

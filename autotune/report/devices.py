@@ -24,8 +24,8 @@ from autotune.study.caches import CalibrationCache
 from autotune.study.place import DEFAULT_FOLDER
 from autotune.units import format_bytes, format_per_s, format_seconds, plural
 
-PIPE_WIDTH = 160  # wraps nothing that a device usually says
-REFRESH_S = 1.0  # of `--watch`
+PIPE_WIDTH = 160  # wide enough for what a device usually says
+REFRESH_S = 1.0  # interval of `--watch`
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class _Reading:
 
     @property
     def cache(self) -> CalibrationCache:
-        """Where its calibration is kept."""
+        """The file with the device's calibration."""
         return CalibrationCache(Path(DEFAULT_FOLDER), holds_for(self.info))
 
     @property
     def calibration(self) -> Calibration | None:
-        """What the first search on the device, as it is now, measured; None where none did."""
+        """What a search measured of the device in its present state; None where none has."""
         return self.cache.read()
 
 
@@ -64,7 +64,7 @@ def watch_devices(stream: TextIO | None = None, interval_s: float = REFRESH_S) -
     """Show the devices until Ctrl-C, read again every `interval_s` seconds.
 
     Args:
-        stream: where to; standard output by default. If it is not a terminal, one reading after the other is written.
+        stream: standard output by default. If it is not a terminal, the readings are written one after the other.
         interval_s: seconds between readings.
     """
     stream = stream or sys.stdout
@@ -83,7 +83,7 @@ def watch_devices(stream: TextIO | None = None, interval_s: float = REFRESH_S) -
 
 
 def _read() -> tuple[list[_Reading], list[str]]:
-    """Every device that answers, and remarks about the others and on what stands out."""
+    """Every device that answers; remarks on the others, and on anything unusual."""
     readings: list[_Reading] = []
     remarks: list[str] = []
     for device in available():
@@ -117,7 +117,7 @@ def _calibrated(reading: _Reading) -> Section:
     """What was measured of a device, and how to measure it again."""
     name, found = reading.info.name, reading.calibration
     if found is None:
-        return Section("", (Paragraph(f"{name} was not measured yet as it is now: the first search measures it."),))
+        return Section("", (Paragraph(f"{name}, as it is now, was not measured yet: the next search measures it."),))
     rows = [
         (
             rate.arithmetic,

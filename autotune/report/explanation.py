@@ -39,8 +39,8 @@ _OUTSIDE = {
     UPDATE: "the optimizer",
 }
 NUM_ROWS = 10
-NUM_INNER = 3  # of the modules inside a block
-SMALLEST_INNER = 0.05  # of their block
+NUM_INNER = 3  # modules shown inside a block
+SMALLEST_INNER = 0.05  # modules with a smaller share of their block are not shown
 
 
 def explanation_sections(explanation: Explanation, techniques: Techniques) -> Iterator[Section]:
@@ -98,7 +98,7 @@ def _time(explanation: Explanation) -> Section:
 
 
 def _modules(explanation: Explanation) -> Iterator[Section]:
-    """One row for each block, equal ones as one, and the largest modules inside."""
+    """A row for each block, one for several equal blocks, and under it the largest modules inside."""
     memory = explanation.memory
     seconds = _seconds(explanation)
     traced = memory.modules if memory is not None else ()
@@ -145,7 +145,7 @@ def _modules(explanation: Explanation) -> Iterator[Section]:
         rows.append(row(Span(f"{plural(len(rest), 'more module')}", Tone.NOTE), names))
     titles = (">share", *(f">{title}" for title, _, _ in figures), "module")
     what = "memory at the peak" if held else "time"
-    note = f"share of the {what}; time and FLOPs of a whole step; where equal blocks are one row, of each"
+    note = f"share of the {what}; time and FLOPs of a whole step; of equal blocks the share of all, and the figures of each"
     yield Section("Modules", (table(titles, rows),), note)
 
 
@@ -182,7 +182,7 @@ def _gflops_or_dash(flops: float) -> str:
 
 
 def named(module: str) -> str:
-    """A module, or in words what runs outside of every layer."""
+    """A module's name; for what runs outside of every layer, words."""
     return _OUTSIDE.get(module, module)
 
 
@@ -210,12 +210,12 @@ def _advice(explanation: Explanation, memory: Anatomy) -> Iterator[Section]:
         remarks.append(Paragraph(Span(f"Less than 1% of the peak: {', '.join(explanation.no_gain)}.", Tone.NOTE)))
     remarks += by_reason({label: f"not predicted: {why}" for label, why in explanation.not_predicted.items()})
     remarks += by_reason({advice.label: advice.note for advice in explanation.advice if advice.note and _mark(advice)})
-    note = "predicted by tracing each; FLOPs and bytes moved of a step, over those now"
+    note = "each predicted by tracing; a step's FLOPs and bytes moved, over those of the config above"
     yield Section("What would save memory", (*blocks, *remarks), note)
 
 
 def _mark(advice: Advice) -> str:
-    """How it differs from what a search would try by itself; empty where it does not."""
+    """How an advice differs from what a search tries unasked; empty where it does not."""
     if advice.changes_learning:
         return "; trains something else"
     return "" if advice.included else "; not searched by default"

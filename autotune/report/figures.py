@@ -1,9 +1,9 @@
 """Figures as people read them: throughput, intervals, ratios, counts, and what is said of an answer's speed over the baseline.
 
-Every view takes them from here, so that all say the same.
+Every view takes them from here, so that all views say the same.
 
-A gain is a figure only where it was measured so: several rounds agree on it, or it is what one pair of processes showed. An
-interval wider than a factor of two leaves nothing but its end that counts.
+A gain is given as a figure only where several rounds agree on it, or where one pair of processes showed it. Of an interval wider
+than a factor of two only the end that counts is told.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from autotune.records.scaling import OnDevices
 from autotune.records.study import Prediction
 from autotune.units import format_bytes
 
-MENTIONED_BELOW = 0.95  # chance to fit: a higher one is not mentioned
-NOISY = "noisy"  # in place of an interval too wide to mean anything
-NOISY_SPREAD = 0.5  # half the width of an interval, as a share of the value, from which it is noisy
-PROBABLY = 1.02  # a gain that is not sure is said to be likely from here
-WIDE_FACTOR = 2.0  # the ratio of an interval's ends from which it is a bound
+MENTIONED_BELOW = 0.95  # a higher chance to fit is not mentioned
+NOISY = "noisy"  # stands in place of an interval too wide to mean anything
+NOISY_SPREAD = 0.5  # an interval is noisy where half its width is more than this share of the value
+PROBABLY = 1.02  # an unsure gain above this is called probable
+WIDE_FACTOR = 2.0  # an interval whose ends differ by more than this factor is told as a bound
 
 
 def rate(samples_per_s: float) -> str:
@@ -79,7 +79,7 @@ def limit_words(objective: str, memory_limit_bytes: int, headroom: float) -> str
 
 
 def times(ratio: float | None) -> str:
-    """`1.87x`; a dash for what was not measured."""
+    """`1.87x`; a dash where nothing was measured."""
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
@@ -99,9 +99,9 @@ class Said:
 
     Attributes:
         verdict: `faster in the one round there was time for`; begins in lower case.
-        brief: the same in a table.
-        gain: `1.98x` or `at least 1.31x`; empty where there is none: the baseline is the answer, or did not run.
-        sure: how sure that is; empty where nothing is known of it.
+        brief: the verdict in a table.
+        gain: `1.98x` or `at least 1.31x`; empty where there is none, because the baseline is the answer or did not run.
+        sure: how sure the gain is; empty where that is not known.
     """
 
     verdict: str
@@ -111,7 +111,7 @@ class Said:
 
 
 def said_of(result: Result) -> Said:
-    """What is said of an answer."""
+    """What to say of an answer's gain."""
     if result.baseline is None or result.speedup is None:
         runs = "runs where the baseline does not" if result.verdict == "faster" else "runs; the baseline did not"
         return Said(runs, "runs" if result.verdict == "faster" else result.verdict)
@@ -131,7 +131,7 @@ def said_of(result: Result) -> Said:
         sure = f"95% interval {interval(*ends)}"
         if tells_nothing(*ends):
             sure = "too noisy to tell more"
-        elif is_wide(*ends):  # a bound alone would hide what was seen where it may be a gain or a loss
+        elif is_wide(*ends):  # where it may be a gain or a loss, a bound alone would hide the figure that was seen
             is_open = single or ends[0] <= 1 <= ends[1]
             gain, sure = (gain, bound(*ends)) if is_open else (bound(*ends), "95% sure")
     elif ends is not None:
@@ -140,7 +140,7 @@ def said_of(result: Result) -> Said:
 
 
 def is_known(low: float, high: float) -> bool:
-    """Whether an interval has ends; in answers of earlier versions, that of one round has none."""
+    """Whether an interval has ends. Earlier versions wrote intervals without ends where there was one round."""
     return low > 0 and high != float("inf")
 
 
@@ -150,12 +150,12 @@ def is_wide(low: float, high: float) -> bool:
 
 
 def tells_nothing(low: float, high: float) -> bool:
-    """Whether half the speed and a gain are both within an interval, so that neither of its ends counts."""
+    """Whether both half the speed and a gain lie within an interval, so that neither of its ends counts."""
     return is_known(low, high) and low * WIDE_FACTOR < 1 < high
 
 
 def bound(low: float, high: float) -> str:
-    """The end of a wide interval that counts: `at least 1.31x`; where all of it is a loss, `at most 0.52x`."""
+    """The end that counts of a wide interval: `at least 1.31x`, or `at most 0.52x` where all of it is a loss."""
     return f"at most {times(high)}" if high < 1 else f"at least {times(low)}"
 
 

@@ -39,7 +39,7 @@ div.autotune { padding: .5em 1em; }
 
 
 def fragment(sections: Iterable[Section]) -> str:
-    """A `<div>` that brings its style along, for a page or a notebook's cell."""
+    """The sections as a `<div>` with its own style, for a page or a notebook's cell."""
     return f'<style>{STYLE}</style>\n<div class="autotune">\n{body(sections)}\n</div>'
 
 
@@ -60,7 +60,7 @@ def _span(span: Span) -> str:
 
 
 def _text(text: str) -> str:
-    """Escaped, and with no line that ends within an arrow."""
+    """The text escaped, and its arrows kept from being broken across lines."""
     return escape(text).replace("-&gt;", '<span class="whole">-&gt;</span>')
 
 
@@ -80,7 +80,7 @@ def _section(section: Section) -> Iterator[str]:
 
 
 def _pre(lines: list[str]) -> Iterator[str]:
-    """Lines of code that follow each other, in one box."""
+    """Consecutive lines of code in one box."""
     if lines:
         yield f"<pre>{escape(chr(10).join(lines))}</pre>"
 

@@ -1,4 +1,4 @@
-"""Views of a running search: a live table on a terminal, one line per probe elsewhere. They never raise into it."""
+"""Views of a running search: a live table on a terminal, one line per probe elsewhere. Their errors never reach the search."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WORK = {
     "checks": "comparing gradients with plain fp32",
     "evaluation": "finding the batch size for evaluation",
 }
-SPARE_LINES = 10  # of everything that is neither the front nor the last probes
+SPARE_LINES = 10  # taken by everything but the front and the last probes
 
 
 def live_listener(stream: TextIO, *, quiet: bool) -> Listener:
@@ -62,7 +62,7 @@ def live_listener(stream: TextIO, *, quiet: bool) -> Listener:
 
 
 def listeners_of(listeners: Sequence[Listener] | None) -> Sequence[Listener]:
-    """Who watches a search from Python: the listeners that were given, which may be none, else the view that suits stderr."""
+    """The listeners of a search from Python: those given, be it an empty list, or else the view that suits stderr."""
     if listeners is not None:
         return listeners
     return [] if sys.stderr is None else [live_listener(sys.stderr, quiet=False)]  # pythonw has no stderr
@@ -75,7 +75,7 @@ class WarningsOnly(Listener):
         self._stream = stream
 
     def on(self, event: Event) -> None:
-        """Print what this view prints of an event; an event or a stream that fails is left alone."""
+        """Print this view's lines for an event; errors of the event or the stream are ignored."""
         with contextlib.suppress(Exception):  # a view must not end a search, e.g. by a closed pipe
             for line in self.lines(event):
                 self._stream.write(line + "\n")
@@ -114,7 +114,7 @@ class Lines(WarningsOnly):
 
 
 class Dashboard(Listener):
-    """Running probe, best so far, baseline, front, last probes, time left. Gone when the search ends; notes stay."""
+    """Running probe, best so far, baseline, front, last probes, time left. Disappears when the search ends; notes stay."""
 
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
@@ -161,7 +161,7 @@ class Dashboard(Listener):
             case SearchStarted():
                 self._budget_s, self._techniques = event.budget_s, event.techniques
                 self._best, self._baseline = event.best, event.baseline
-                for seen in (self._feasible, self._last, self._outcomes):  # of a search before it
+                for seen in (self._feasible, self._last, self._outcomes):  # left by an earlier search
                     seen.clear()
                 for trial in event.known:
                     self._count(trial)
@@ -190,13 +190,13 @@ class Dashboard(Listener):
             self._feasible.pop(trial.config, None)
 
     def _say(self, *lines: Text) -> None:
-        """Print what stays above the table."""
+        """Print lines that stay above the table."""
         self._said += lines
         for line in lines:
             self._console.print(line)
 
     def _render(self) -> RenderableType:
-        # drawn by a thread of its own while `on` runs: work on copies, and draw nothing rather than fail
+        # a separate thread draws while `on` runs: work on copies, and draw nothing rather than fail
         try:
             self._redraw_if_resized()
             return Group(*self._parts())
@@ -204,7 +204,7 @@ class Dashboard(Listener):
             return Text("")
 
     def _redraw_if_resized(self) -> None:
-        """Begin with an empty screen: the terminal has wrapped the old table anew, and it can no longer be drawn over."""
+        """After a resize begin with an empty screen: the terminal has rewrapped the old table, which cannot be overdrawn any more."""
         if self._console.width != self._width:
             self._width = self._console.width
             self._console.control(Control.clear(), Control.home())
@@ -341,7 +341,7 @@ def is_best(event: ProbeEnded) -> bool:
 
 
 def best_speed(best: tuple[Config, Outcome] | None, baseline: Outcome | None) -> float | None:
-    """Throughput of the best so far over the baseline's, as single processes saw them; None where something disturbed one."""
+    """Throughput of the best so far over the baseline's, each from a single process; None where one of them was disturbed."""
     if best is None or baseline is None or best[1].measurement is None or baseline.measurement is None:
         return None
     if best[1].disturbances or baseline.disturbances:

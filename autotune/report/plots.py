@@ -1,4 +1,4 @@
-"""Pictures of a study, for notebooks and for a page, and that of an explanation.
+"""Pictures of a study, for notebooks and for the HTML page, and the picture of an explanation.
 
 matplotlib is optional: `pip install 'autotune-torch[report]'`.
 """
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 NUM_GROUPS = 6  # lines in colour; more cannot be told apart
-FAR_LIMIT = 3.0  # times the largest peak
+FAR_LIMIT = 3.0  # a limit beyond this multiple of the largest peak is not drawn
 GREY, INK = "0.72", "#7b8794"  # INK is seen on white and on black
 # Okabe and Ito: told apart without red and green
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 KIND_COLOURS = (COLOURS[0], COLOURS[4], COLOURS[2], COLOURS[5], COLOURS[1], GREY)  # in the order of `KINDS`
 FORMS = (".png", ".svg", ".pdf")
 NUM_BARS = 12
-SMALLEST_BAR = 0.005  # of the peak
+SMALLEST_BAR = 0.005  # modules with a smaller share of the peak have no bar of their own
 
 
 def plot_front(study: Study, ax: Axes | None = None) -> Axes:
@@ -117,7 +117,7 @@ def plot_throughput(study: Study, ax: Axes | None = None) -> Axes:
 
 
 def why_no_pictures() -> str:
-    """Why none can be drawn, and what to do about it; empty where they can."""
+    """Why no picture can be drawn, and what to do about it; empty where pictures can."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -131,9 +131,9 @@ def _require_matplotlib() -> None:
 
 
 def pictures(study: Study) -> Iterator[tuple[str, str]]:
-    """Titles and SVG elements of whatever the study has figures for; none where `why_no_pictures` has a reason.
+    """Titles and SVG elements of all pictures that the study has figures for; none where `why_no_pictures` has a reason.
 
-    Text in them is text, in the colours of the page's own on white and on black.
+    Text in them stays text, in a colour that can be read on a white and on a dark page.
     """
     if why_no_pictures():
         return
@@ -149,7 +149,7 @@ def pictures(study: Study) -> Iterator[tuple[str, str]]:
 
 
 def _plot_parts(split: Mapping[str, Mapping[str, float]], unit: float, called: str, ax: Axes) -> None:
-    """A bar for each of `split`, in parts: role -> part -> size. They are drawn in a unit."""
+    """A bar for each role of `split`, in parts: role -> part -> size. Sizes are drawn in units of `unit`, called `called`."""
     names = dict.fromkeys(name for parts in split.values() for name in parts)
     drawn = {role: {name: size / unit for name, size in parts.items()} for role, parts in split.items()}
     _stack(ax, drawn, dict(zip(names, itertools.cycle(COLOURS), strict=False)))
@@ -159,7 +159,7 @@ def _plot_parts(split: Mapping[str, Mapping[str, float]], unit: float, called: s
 
 
 def _stack(ax: Axes, split: Mapping[str, Mapping[str, float]], colours: Mapping[str, str]) -> list[float]:
-    """Draw a bar for each of `split`, its parts one after the other in their colours. Returns where the bars end."""
+    """Draw a bar for each role of `split`, its parts one after the other in their colours. Returns where the bars end."""
     ends = [0.0] * len(split)
     for part, colour in colours.items():
         widths = [parts.get(part, 0.0) for parts in split.values()]
@@ -169,7 +169,7 @@ def _stack(ax: Axes, split: Mapping[str, Mapping[str, float]], colours: Mapping[
 
 
 def _as_svg(plot: Callable[[Axes], object], height: float = 4.2) -> str:
-    """The element alone: without a prologue, a title, an address, or a formula made of somebody's dollar signs."""
+    """The SVG element alone, without prologue, title or metadata; dollar signs in a name do not become a formula."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -187,7 +187,7 @@ def _as_svg(plot: Callable[[Axes], object], height: float = 4.2) -> str:
 
 
 def _phases(study: Study) -> dict[str, dict[str, float]]:
-    """Seconds of an optimizer step by phase, for the baseline and the answer; what was not split is left out."""
+    """Seconds of an optimizer step by phase, for the baseline and the answer; one that was not split is left out."""
     wanted = {"baseline": study.baseline_config, "answer": study.result.config if study.result else {}}
     found: dict[str, dict[str, float]] = {}
     for probe in study.probes:
@@ -207,7 +207,7 @@ def _new_axes() -> Axes:
 
 
 def techniques_of(config: Mapping[str, Choice], techniques: Techniques) -> str:
-    """The techniques, without the batch: they stay the same along a line."""
+    """A config's techniques in words, without the batch: what stays the same along a line."""
     return ", ".join(techniques.describe({**config, ACCUMULATION: 1}).split(", ")[1:]) or "plain training"
 
 
@@ -221,7 +221,7 @@ def _errorbars(
     size: float = 5,
     over_batch: bool = False,
 ) -> None:
-    """Each config at its throughput with the 95 % interval, over its peak memory or its batch size."""
+    """Draw each config's throughput with its 95 % interval, over its peak memory or its batch size."""
     if not found:
         return
     xs = [int(m.config["batch_size"]) if over_batch else m.peak_bytes / MIB for m in found]
@@ -251,17 +251,17 @@ def _finish(ax: Axes) -> None:
 
 
 def require_form(path: Path) -> None:
-    """Raise ConfigError or AutotuneError where no picture can be written: before minutes of work rather than after them."""
+    """Raise ConfigError or AutotuneError where no picture can be written, and do so before minutes of work."""
     if path.suffix not in FORMS:
         raise ConfigError(f"--picture {path}: expected a file that ends in {', '.join(FORMS)}")
     _require_matplotlib()
 
 
 def draw(explanation: Explanation, memory: Anatomy, techniques: Techniques, path: Path) -> None:
-    """Write the picture in the form that the file's suffix says.
+    """Write the picture in the format that the file's suffix names.
 
     Args:
-        memory: of the explanation.
+        memory: the explanation's memory, which must have been traced.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -282,7 +282,7 @@ def draw(explanation: Explanation, memory: Anatomy, techniques: Techniques, path
 
 
 def _timeline(memory: Anatomy, ax: Any) -> None:
-    """Stacked kinds over the allocations of a step, its phases in turn behind them."""
+    """Draw the kinds of memory, stacked, over the allocations of a step, and its phases as stripes behind them."""
     moments = memory.timeline
     held = list(zip(*(moment.held_bytes for moment in moments), strict=True))
     ax.stackplot(range(len(moments)), *([b / MIB for b in kind] for kind in held), labels=KINDS, colors=KIND_COLOURS)
@@ -307,7 +307,7 @@ def _timeline(memory: Anatomy, ax: Any) -> None:
 
 
 def bars(memory: Anatomy, ax: Any) -> Any:
-    """The axes with a bar for each module or run of equal blocks, by kind; the largest ones."""
+    """Draw a bar, split by kind, for each of the largest modules or runs of equal blocks. Returns the axes."""
     by_name = {module.name: module for module in memory.modules}
     folds = fold_repeats({name: module.total_bytes for name, module in by_name.items()})
     held = {fold.names: sum(by_name[name].total_bytes for name in fold.names) for fold in folds}

@@ -1,4 +1,4 @@
-"""What several numbers of devices train, as a section: whether the second one is worth it."""
+"""The answers for several numbers of devices, as a section: whether more devices are worth it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autotune.units import format_bytes
 
 
 def scaling_section(scaling: Scaling, techniques: Techniques) -> Section:
-    """A row for each number of devices, and in words what the last of them adds."""
+    """A row for each number of devices; in words, the throughput of each over that of the fewest, and why others have no answer."""
     fewest = scaling.rows[0]
     rows = [_row(one, techniques) for one in scaling.rows]
     head = (">processes", ">samples/s", ">efficiency", ">memory of each", "config")

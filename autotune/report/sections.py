@@ -50,7 +50,7 @@ class Table:
     """Rows of cells under titles; there is no head where all titles are empty. The last column alone is wrapped.
 
     Attributes:
-        titles: one that begins with `>` is that of a column of numbers, which are aligned to the right.
+        titles: a title that begins with `>` makes its column one of numbers, aligned to the right.
     """
 
     titles: tuple[str, ...]
@@ -59,7 +59,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """Text to copy. Between `items`, which stand between `head` and `tail`, a line may be broken; elsewhere never."""
+    """Text to copy: `head`, `items`, `tail`. Lines are broken between items only."""
 
     head: str
     items: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ def pairs(rows: Mapping[str, Cell]) -> Table:
 
 
 def by_reason(reasons: Mapping[str, str]) -> Iterator[Paragraph]:
-    """Each reason once, after what it holds for: the first few names, and how many more there are."""
+    """Each reason once, after the names it holds for: the first few, and how many more there are."""
     alike: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         alike.setdefault(reason, []).append(name)

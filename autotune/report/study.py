@@ -1,4 +1,4 @@
-"""What was measured as sections: one probe, a study with its front and its answer, the answers of several studies side by side."""
+"""Measurements as sections: one probe, a study with its front and its answer, the answers of several studies side by side."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _headline(study: Study) -> Section:
     facts = [probed if study.probes else "no probes"]
     facts += [f"{study.num_running} running or left running"] if study.num_running else []
     facts += [f"{study.num_lost} cut short without an outcome"] if study.num_lost else []
-    beside = [f"with other memory limits, by --study NAME: {', '.join(study.others)}"] if study.others else []
+    beside = [f"studies with other memory limits (--study NAME): {', '.join(study.others)}"] if study.others else []
     told = ("; ".join(facts), *beside)
     return Section(study.name, (Paragraph(limit), *(Paragraph(Span(text, Tone.NOTE)) for text in told)), about)
 
@@ -132,7 +132,7 @@ def _what_and_why(probe: Trial, study: Study) -> Cell:
 
 
 def _failures(study: Study) -> Iterator[Section]:
-    """Each cause once, with the probes that it ended. Causes that differ only in their figures count as one."""
+    """Each cause of a failure once, with the probes it ended. Causes that differ only in their numbers count as one."""
     alike: dict[tuple[Kind, str], list[Trial]] = {}
     for probe in study.probes:
         if not probe.outcome.ok:
@@ -169,7 +169,7 @@ def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
 
 
 def _name_among(place: int, studies: Sequence[Study]) -> str:
-    """The study's name, with its place where several are called the same."""
+    """The study's name, followed by its place where several have the same name."""
     name = studies[place].name
     return name if sum(other.name == name for other in studies) == 1 else f"{name} {place + 1}"
 
@@ -186,7 +186,7 @@ def _answer_figures(answer: Result) -> tuple[Cell, ...]:
 
 
 def outcome_sections(outcome: Outcome, config: Mapping[str, Choice]) -> Iterator[Section]:
-    """The figures of a probe that ran, the cause and the log of one that did not."""
+    """The figures of a probe that ran; for one that did not, the cause and the log."""
     rows: dict[str, Cell] = {"config": str(dict(config))}
     if outcome.measurement is None:
         rows["outcome"] = Span(f"{outcome.kind}: {outcome.cause} (during {outcome.stage})", Tone.BAD)

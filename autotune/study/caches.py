@@ -1,7 +1,7 @@
 """What searches in one folder share: traces of tasks and calibrations of devices, in files beside the studies.
 
-A file that is broken or of another format is replaced. A folder that cannot be written costs nothing but the time to trace or
-to measure again.
+A file that is broken or of another format is replaced. Where the folder cannot be written, the next search traces and measures
+again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEPT_FILES, KEPT_BYTES = 100, 64 * 2**20  # traces of all tasks: the oldest go
 
 
 class _Cache(Generic[T]):
-    """One kind of record in a file of its own.
+    """A record kept in a file of its own.
 
     Attributes:
         kind: the record's class.
@@ -44,7 +44,7 @@ class _Cache(Generic[T]):
         self.path = path
 
     def read(self) -> T | None:
-        """What is kept; None where there is nothing, or nothing that can be read."""
+        """The kept record; None where there is none that can be read."""
         try:
             return self.kind.from_dict(json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError):
@@ -57,10 +57,10 @@ class _Cache(Generic[T]):
 
 
 class CalibrationCache(_Cache[Calibration]):
-    """The kept calibration that holds for `of` (`autotune.devices.calibration.holds_for`).
+    """The kept calibration for the device and circumstances `of` (`autotune.devices.calibration.holds_for`).
 
     Args:
-        folder: of the studies.
+        folder: the folder of the studies.
     """
 
     kind = Calibration
@@ -73,10 +73,10 @@ class TraceCache(_Cache[Traces]):
     """The kept traces of one task on one kind of device.
 
     Args:
-        folder: of the studies.
-        facts: the task's, from its inspection.
+        folder: the folder of the studies.
+        facts: the task's facts, from its inspection.
         target: the kind of device that the traces predict for.
-        batch_sizes: of the configs that are traced.
+        batch_sizes: the batch sizes of the configs that are traced.
         trained: what is trained of the task.
     """
 
@@ -111,7 +111,7 @@ def _key(known: Any) -> str:
 
 
 def agrees(plain: Traces, kept: Traces) -> bool:
-    """Whether plain training, traced once more, is as it was when `kept` was traced.
+    """Whether plain training, traced again as `plain`, still is what `kept` holds.
 
     Sizes and the optimizer may come from the environment or from files, which the task's hash does not cover.
     """

@@ -12,9 +12,9 @@ from autotune.records.config import Config
 from autotune.records.measured import NORMAL_95, Measured
 from autotune.records.outcome import Outcome
 
-SINGLE_SPREAD = 1.25  # between one process and another, where only one was run
-DELAYED = 2.0  # a step waits for its slowest thread, so it loses more than threads lack in the mean
-MOST_HELD = 0.95  # share of its time that others can have held of a process that took steps
+SINGLE_SPREAD = 1.25  # assumed factor between two processes, where only one was run
+DELAYED = 2.0  # a step waits for its slowest thread, so it loses more than the threads' mean loss
+MOST_HELD = 0.95  # others cannot have held more than this share of the time of a process that took steps
 
 
 def ratio_interval(logs: Sequence[float]) -> tuple[float, float, float]:
@@ -29,10 +29,10 @@ def ratio_interval(logs: Sequence[float]) -> tuple[float, float, float]:
 
 
 def unrest(outcome: Outcome) -> float:
-    """How far a disturbance may have moved the logarithm of a process's speed: its standard deviation, 0 where none was seen.
+    """How far a disturbance may have moved the logarithm of a process's speed, as a standard deviation; 0 where none was seen.
 
-    Others held the processor for a share of its time. A clock that was throttled has no such share: it counts as the least
-    that is called a disturbance.
+    It follows from the share of time in which others held the processor. A throttled clock has no such share and counts as
+    the smallest share that is called a disturbance.
     """
     if outcome.measurement is None or not outcome.disturbances:
         return 0.0
@@ -41,7 +41,7 @@ def unrest(outcome: Outcome) -> float:
 
 
 def undisturbed(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """The processes that were measured and that nothing was seen to disturb."""
+    """The measured processes in which no disturbance was seen."""
     return [outcome for outcome in outcomes if outcome.measurement and not outcome.disturbances]
 
 
@@ -50,11 +50,11 @@ def at_one_time(
 ) -> dict[Config, Measured]:
     """The figures of the search and of the play-off side by side, although the machine may have become slower in between.
 
-    A config that played has its figures there. The speed of another one is multiplied by what those that ran in both have
-    changed by, in the median; but no figure is faster than it was measured.
+    A config that played keeps its figures of the play-off. The speed of any other is multiplied by the median change of the
+    configs that ran in both, but never made faster than it was measured.
 
     Args:
-        disturbed: the configs whose figure of the search other work disturbed: these tell nothing of a change.
+        disturbed: configs whose search was disturbed by other work, so that they tell nothing of the machine's change.
     """
     both = (played.keys() & searched.keys()) - {*disturbed}
     changes = [math.log(played[config].samples_per_s / searched[config].samples_per_s) for config in both]
@@ -63,7 +63,7 @@ def at_one_time(
 
 
 def times_as_fast(found: Measured, factor: float) -> Measured:
-    """The figures of a config on a machine that is so many times as fast."""
+    """The figures of a config on a machine that is `factor` times as fast."""
     low, high = found.samples_per_s_ci
     return replace(
         found,
@@ -76,7 +76,7 @@ def times_as_fast(found: Measured, factor: float) -> Measured:
 def measured(config: Config, outcomes: Iterable[Outcome]) -> Measured:
     """The throughput over fresh processes of a config, with the interval between them. At least one must have run.
 
-    Processes that other work disturbed count for the peak alone, unless all of them were.
+    Processes that other work disturbed count only for the peak, unless all were disturbed.
     """
     ran = [outcome for outcome in outcomes if outcome.measurement]
     counted = undisturbed(ran) or ran
@@ -92,6 +92,6 @@ def measured(config: Config, outcomes: Iterable[Outcome]) -> Measured:
         samples_per_s=speed,
         samples_per_s_ci=(speed * math.exp(-below), speed * math.exp(above)) if more else (low, high),
         peak_bytes=max(outcome.measurement.peak_bytes for outcome in ran if outcome.measurement),
-        step_s=median(one.step_s * one.samples_per_s for one in found) / speed,  # the samples of a step, at that speed
+        step_s=median(one.step_s * one.samples_per_s for one in found) / speed,  # a step's samples, at that speed
         num_processes=len(ran),
     )

@@ -1,5 +1,5 @@
-"""The history of a search: an append-only list of trials, the views of it that guide the search, and what follows from a failure:
-nothing where the machine stood still, another try, or that configs like it are left alone.
+"""The history of a search: an append-only list of trials, the views of it that guide the search, and what follows from a failure. It
+may be excused (the machine stood still), tried again, or rule out similar configs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from autotune.records.study import BASELINE, Trial
 from autotune.space import Space
 from autotune.techniques import Phase
 
-PATIENT = 0.9  # share of a time-out after which a probe is taken to have had all of it
-PASSING = (Kind.CRASHED, Kind.ERROR)  # may have been the machine's fault: a full disk, another program
+PATIENT = 0.9  # a probe that ran for this share of the time-out counts as having had all of it
+PASSING = (Kind.CRASHED, Kind.ERROR)  # may be the machine's fault and pass: a full disk, another program
 
 
 class History:
@@ -28,9 +28,9 @@ class History:
     Args:
         trials: finished trials of earlier searches.
         timeout_s: returns the time-out of a probe now, given the baseline's outcome (None if unknown). Retryable
-            failures of earlier searches do not count as known, so these configs may be probed again.
-        longest_step_s: what a micro step may be expected to take: a probe takes about ten.
-        setup_left_s: returns the seconds before its first step that another probe may take.
+            failures of earlier searches do not count as known, so their configs may be probed again.
+        longest_step_s: configs whose micro step is expected to take longer are not probed: a probe takes about ten.
+        setup_left_s: returns how many seconds another probe may spend before its first step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class History:
         self.running: set[Config] = set()
         self._objective = objective
         self._trials = list(trials)
-        self._known: tuple[int, dict[Config, Outcome]] = (-1, {})  # of so many trials
+        self._known: tuple[int, dict[Config, Outcome]] = (-1, {})  # number of trials, and `known` after these
         baselines = {space.baseline, *(trial.config for trial in trials if trial.stage == BASELINE)}
         self._retryable = retryable(trials, baselines, timeout_s, objective)
 
@@ -75,7 +75,7 @@ class History:
 
     @property
     def known(self) -> dict[Config, Outcome]:
-        """Every config that need not be probed again, with its valid outcome."""
+        """Every config that need not be probed again, with the outcome that stands."""
         if self._known[0] != len(self._trials):
             counted = group_by_config(trial for trial in self.searched if trial.number not in self._retryable)
             known = {config: what_stands([trial.outcome for trial in found]) for config, found in counted.items()}
@@ -86,8 +86,8 @@ class History:
     def evidence(self) -> list[tuple[Config, Outcome]]:
         """The trials that the models learn from: those of the search, and failures of the play-off.
 
-        The play-off's speeds are left out, because the machine may have become slower since the search. So is a
-        measurement of the search that was repeated: the last one stands in its place.
+        The play-off's speeds are left out, because the machine may have become slower since the search. Where the search
+        measured a config again, only the last measurement is kept.
         """
         found: dict[Config | int, tuple[Config, Outcome]] = {}
         left_out = self._says_nothing
@@ -109,7 +109,7 @@ class History:
 
     @property
     def _says_nothing(self) -> frozenset[int]:
-        """The numbers of the failures that say nothing against their configs."""
+        """Numbers of the failed trials that say nothing against their configs."""
         return find_excused(self._trials) | self._retryable
 
     @property
@@ -135,28 +135,28 @@ class History:
 
     @property
     def best_score(self) -> float | None:
-        """The score of the best."""
+        """The score of `best`."""
         best = self.best
         return self.objective.score(best[1]) if best else None
 
     @property
     def worst_score(self) -> float:
-        """The worst feasible score. Samplers are told it for a trial without one; an arbitrary figure would distort their models."""
+        """The worst feasible score. Samplers get it for trials without a score; an arbitrary figure would distort their models."""
         objective = self.objective
         scores = [objective.score(outcome) for outcome in self.known.values() if objective.feasible(outcome)]
         return min(scores, default=objective.worst())
 
     @property
     def probe_wall_s(self) -> list[float]:
-        """Seconds that each trial took, in order, but for compiling: few configs do."""
+        """Seconds that each trial took, in order, without compiling, which few configs need."""
         return [trial.outcome.running_s for trial in self._trials if trial.number not in self._retryable]
 
     def setup_s(self, config: Config) -> float:
-        """Seconds that a config is expected to take before its first step, with nothing of it in the cache."""
+        """Seconds that a config is expected to take before its first step, with an empty cache."""
         return self.compile_cold_s(config) or self.space.setup_s(config)
 
     def compile_cold_s(self, config: Config) -> float:
-        """The longest that a config that compiles alike was seen to take; 0 where none was: later ones find much in the cache."""
+        """The longest compiling time seen among configs that compile alike, since later ones find much in the cache; 0 if none was seen."""
         if not (compiles := self.space.setting_up(config)):
             return 0.0
         measured = ((trial.config, trial.outcome.measurement) for trial in self._trials)
@@ -165,9 +165,9 @@ class History:
 
     @property
     def largest_batch_size(self) -> float:
-        """The largest micro batch that may be probed: the baseline's, or what takes `longest_step_s` at the highest speed seen.
+        """The largest micro batch that may be probed: the baseline's, or the one that takes `longest_step_s` at the highest speed seen.
 
-        Infinite where there is one size alone, or nothing has run.
+        Infinite where there is only one size, or nothing has run.
         """
         speeds = [outcome.measurement.samples_per_s for outcome in self.known.values() if outcome.measurement]
         if not speeds or len(self.space.choices[BATCH_SIZE]) == 1:
@@ -175,7 +175,7 @@ class History:
         return max(self.space.baseline.batch_size, self.longest_step_s * max(speeds))
 
     def _smallest_too_large(self) -> dict[Config, int]:
-        """The smallest batch that was too large, by the config without its batch: a larger one needs at least as much."""
+        """Config without its batch -> the smallest batch size that was too large; larger ones need at least as much memory."""
         smallest: dict[Config, int] = {}
         for config, outcome in (*self.known.items(), *self.failed_again.items()):
             if self._objective.does_not_fit(outcome):
@@ -184,15 +184,15 @@ class History:
         return smallest
 
     def admissible(self) -> Callable[[Config], bool]:
-        """A test whether a config may be probed: not known, not running, inside the space, not sure to be too large, to hang, to be
-        unsupported, or to want more samples than there are.
+        """Make a test whether a config may be probed: it is in the space, neither known nor running, and no earlier failure shows that it
+        is too large, hangs, is unsupported or needs more samples than there are.
         """
         on = self.space.techniques.switched_on
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
-        # where these cannot be applied together, no more of them can, whatever the batch
+        # choices that cannot be applied together cannot be applied with further ones either, whatever the batch
         together = [set(on(c)) for c, outcome in known.items() if outcome.kind is Kind.UNSUPPORTED]
         unsupported = [choices for choices in together if choices]
-        # workers may share out what there is, so with more of such options there is no more
+        # workers may share out the samples, so further loader options cannot make them suffice
         too_few = [(c.batch_size, set(on(c, Phase.LOADER))) for c, outcome in known.items() if outcome.too_few_samples]
         largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
 
@@ -222,8 +222,8 @@ class History:
 def feasible_each_time(trials: Iterable[Trial]) -> dict[Config, Sequence[Trial]]:
     """For each config that was feasible in every trial that counts, these trials in order.
 
-    The trials that count are the last one outside the play-off and the play-off's after it, but for excused time-outs.
-    Earlier ones failed, else the config would not have been probed again.
+    The trials that count are the last one of the search and the play-off's trials after it, without excused time-outs.
+    Earlier trials failed, or the config would not have been probed again.
     """
     found = list(trials)
     left_out = find_excused(found)
@@ -242,9 +242,9 @@ def _since_last_search(trials: Sequence[Trial]) -> Sequence[Trial]:
 
 
 def what_stands(outcomes: Sequence[Outcome]) -> Outcome:
-    """The valid outcome of a config that was probed several times: the last certain one, else the last.
+    """The outcome that stands for a config that was probed several times: the last certain one, else the last.
 
-    A measurement or an out-of-memory stays valid, since the limit is the same.
+    A measurement is certain, and so is running out of memory, since the limit stays the same.
     """
     return ([outcome for outcome in outcomes if _is_certain(outcome)] or outcomes)[-1]
 
@@ -261,10 +261,10 @@ def retryable(
 ) -> frozenset[int]:
     """The numbers of the trials whose failure is retryable.
 
-    A crash or an error gets a second try; after that the config is to blame. What failed because others held the memory
-    is tried again. A probe that was killed sooner than it would be now gets today's time-out, unless what it did shows
-    that its config is slower than the fastest. A baseline that failed for any reason but memory is always tried again,
-    because there is no gain without it. In the play-off only a failure for lack of memory is final.
+    A crash or an error gets a second try; after that the config is to blame. A probe that failed because others held the
+    memory is tried again. So is one that was killed sooner than it would be now, unless the steps it took show that its config
+    is slower than the fastest. A baseline that failed for any reason but memory is always tried again, because no gain is
+    known without it. In the play-off only a failure for lack of memory is final.
 
     Args:
         trials: the trials of earlier searches.
@@ -311,12 +311,12 @@ def _may_pass(outcomes: Sequence[Outcome], timeout_s: float, fastest: float) -> 
 def find_excused(trials: Sequence[Trial]) -> frozenset[int]:
     """The numbers of the play-off's time-outs that say nothing against their configs.
 
-    A config that has run through in the play-off, and is then ended for taking several times as long, is judged by what
-    the others do. Where nobody runs through in that round, the machine stood still. Otherwise it may have done so for
-    this process alone: the first time-out is excused, a second one in turn is the config's own.
+    A config that once ran to its end in the play-off, and is later ended for taking several times as long, is judged by the
+    others. Where none of them ran to its end in that round, the machine stood still. Otherwise this process alone may have
+    stood still: a first time-out is excused, a second one in succession is the config's own.
 
     Args:
-        trials: in the order in which they ended; those outside the play-off do not matter.
+        trials: trials in the order in which they ended; those outside the play-off do not matter.
     """
     played = [trial for trial in trials if trial.in_play_off]
     completed = {trial.round for trial in played if trial.feasible}
@@ -337,11 +337,11 @@ def find_excused(trials: Sequence[Trial]) -> frozenset[int]:
 
 
 class KnownHangs:
-    """Which configs a time-out rules out: those with all of its choices that have not run in any other config.
+    """Rules out configs after time-outs. The choices of a timed-out config that never ran in any other are blamed together.
 
-    A probe whose bound does not show that its config is slower than the fastest was ended too soon to rule anything out.
-    After a time-out the choices of techniques that have not run yet are tried one at a time, so that none is blamed for
-    another. As long as nothing runs, nothing is ruled out.
+    A config with all of the blamed choices is ruled out. A probe whose bound does not show that its config is slower than the
+    fastest was ended too soon to blame anything. After a time-out, choices that have not run yet are tried one at a time, so
+    that none is blamed for another. As long as nothing has run, nothing is ruled out.
     """
 
     def __init__(self, known: Mapping[Config, Outcome]) -> None:
@@ -356,7 +356,7 @@ class KnownHangs:
         self._hung = hung if self._ran else []
 
     def rules_out(self, config: Config) -> bool:
-        """Whether to leave the config alone."""
+        """Whether the config should not be probed."""
         new = self._new(config)
         return bool(self._hung) and (len(new) > 1 or any(blamed and blamed <= new for blamed in self._hung))
 

@@ -1,7 +1,7 @@
-"""Where a study is kept, and which search may write there: one of this machine at a time, whose measurements are comparable with it.
+"""Where a study is kept, and which search may write there: one search of this machine at a time, if its measurements are comparable.
 
-Whose a running trial is, is here as well, and whether that controller still lives: on this machine its process is asked, elsewhere its
-beats.
+Also tells whether the controller that owns a running trial is still alive: by its process on this machine, by its signs of life on
+another.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_exact_bytes
 
 DEFAULT_FOLDER = "studies"
-PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of its search's
-BEAT_S = 30.0  # between two signs of life of a controller: a write costs 20 ms of a disk
-# after the last sign of life a controller elsewhere counts as gone: 20 beats, since a write may wait for a busy database, and
-# the clocks of two machines differ
+PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of the search's study
+BEAT_S = 30.0  # between two signs of life of a controller: each write takes a disk 20 ms
+# so long after its last sign of life a controller on another machine counts as gone: 20 beats, since a write may wait for a busy
+# database, and the clocks of two machines differ
 GONE_AFTER_S = 600.0
 MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
 
@@ -44,10 +44,10 @@ class Place:
 
     Attributes:
         storage: a URL.
-        name: of the study in which the task's own baseline is trained.
-        file: of an SQLite database.
-        trained: what is trained, as far as the task's own baseline does not train it.
-        beside: name of the study that was there before, with another memory limit; empty where this is the first.
+        name: name of the study in which the task's own baseline is trained.
+        file: the file of an SQLite database; None for other storages.
+        trained: what is trained, where it differs from what the task's own baseline trains.
+        beside: name of an earlier study of the task with another memory limit; empty where there is none.
     """
 
     storage: str
@@ -64,20 +64,20 @@ class Place:
 
     @property
     def play_off(self) -> str:
-        """Name of the study that keeps the play-off, so that the best trial of `study` is the best of the search."""
+        """Name of the separate study for the play-off; so the best trial of `study` is the best of the search."""
         return f"{self.study} play-off"
 
     def training(self, choices: Mapping[str, Choice], techniques: Techniques) -> Place:
-        """The place, in the same storage, of the study in which that is trained. Its measurements compare with no other's.
+        """The place, in the same storage, of a study that trains what `choices` say. Its measurements compare with no other study's.
 
         Args:
-            choices: whatever else they choose, too.
+            choices: choices of techniques; those that do not say what is trained are ignored.
         """
         both = {**self.trained, **choices}
         return replace(self, trained={name: both[name] for name in techniques.trained({}) if name in both})
 
     def within(self, memory_limit_bytes: int) -> Place:
-        """The place, in the same storage, of the study with that memory limit, where this place's has another."""
+        """The place, in the same storage, of a further study with this memory limit instead."""
         name = f"{self.name} memory_limit={format_exact_bytes(memory_limit_bytes)}"
         return replace(self, name=name, beside=self.name)
 
@@ -93,7 +93,7 @@ class Place:
 
     @property
     def lock(self) -> Path:
-        """File that a search locks. For a database server it separates only the searches of this machine."""
+        """File that a search locks. With a database server, it keeps apart only the searches of this machine."""
         if self.file is not None:
             return self.file.with_name(self.file.name + ".lock")
         name = hashlib.sha256(f"{self.storage} {self.study}".encode()).hexdigest()[:16]
@@ -101,7 +101,7 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """What studies in one folder share lies there."""
+        """Folder of what several studies share."""
         return self.file.parent if self.file else Path(DEFAULT_FOLDER)
 
 
@@ -110,7 +110,7 @@ def place_of(storage: str | None, study: str | None, task: str, version: str = "
 
     Args:
         storage: a URL or a database file.
-        version: tells the task from others of its name; in the study's name unless the user gives one.
+        version: tells the task from others of the same name; added to the study's name unless the user gives that.
 
     Raises:
         StudyError: the study's name is a path.
@@ -151,33 +151,33 @@ def lock_study(place: Place) -> Iterator[None]:
     except filelock.Timeout:
         raise StudyError(
             f"the study {where} is in use by another search (lock {place.lock.name}); wait for it to end, "
-            "or give this one its own with --study NAME"
+            "or give this search a study of its own with --study NAME"
         ) from None
     except OSError as error:
         raise StudyError(f"the storage {where} cannot be opened: {error}; choose another with --storage") from None
     try:
         yield
     finally:
-        place.lock.unlink(missing_ok=True)  # while it is held: whoever opens the name now makes a file of its own
+        place.lock.unlink(missing_ok=True)  # while it is held: another search that opens this name now makes a new file
         lock.release()
         if is_new:
-            with contextlib.suppress(OSError):  # it is not empty where anything was kept
+            with contextlib.suppress(OSError):  # the folder is not empty where anything was kept
                 folder.rmdir()
 
 
 def this_process() -> Owner:
     """This process as a controller."""
-    namespace = ""  # a process's number means something within it alone: containers may share a name
+    namespace = ""  # process numbers are unique only within a namespace, and containers may share a host's name
     with contextlib.suppress(OSError):
         namespace = os.readlink(PROC / "self/ns/pid")
     return Owner(host=f"{socket.gethostname()} {namespace}".strip(), pid=os.getpid(), started=_started(os.getpid()))
 
 
 def is_gone(trial: BegunTrial) -> bool:
-    """Whether nobody runs a trial any more that was left running.
+    """Whether a trial that is marked as running is no longer run by anybody.
 
-    A process runs one search of a study at a time. What it left running before, nobody runs. Nor does anybody where the study
-    does not say whose a trial is: it is an older one, and this search has its lock.
+    A trial of this very process is from an earlier search, since a process runs one search of a study at a time. A trial without
+    an owner is from an older study; as this search holds the lock, nobody runs it.
     """
     owner, here = trial.owner, this_process()
     if owner is None or owner == here:
@@ -188,7 +188,7 @@ def is_gone(trial: BegunTrial) -> bool:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, as the kernel counts, whatever becomes of the clock; empty where it has ended."""
+    """When a process was started, by the kernel's count, which does not follow the clock; empty where the process has ended."""
     try:
         if not PROC.exists():
             return str(psutil.Process(pid).create_time())
@@ -203,10 +203,10 @@ def _started(pid: int) -> str:
 
 
 def require_comparable(place: Place, stored: StudyFacts | None, early: Fingerprint) -> None:
-    """Refuse a study that cannot be resumed, by what of its fingerprint is known before anything takes seconds.
+    """Refuse a study that cannot be resumed, by the part of the fingerprint that is known at once.
 
     Raises:
-        StudyError: it has other values.
+        StudyError: the study has other values.
     """
     if stored is not None:
         known = vars(stored.fingerprint)
@@ -215,10 +215,10 @@ def require_comparable(place: Place, stored: StudyFacts | None, early: Fingerpri
 
 
 def require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None:
-    """Refuse a study of another fingerprint, and show what differs.
+    """Refuse a study with another fingerprint, and show what differs.
 
     Raises:
-        StudyError: it has other values.
+        StudyError: the study has other values.
     """
     was, now = _flat(known), _flat(wanted)
     differences = []
@@ -232,12 +232,12 @@ def require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None
     if differences:
         raise StudyError(
             f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
-            f"{'; '.join(differences)}. Start another with --study NAME, or move the file away"
+            f"{'; '.join(differences)}. Start another study with --study NAME, or move the file away"
         )
 
 
 def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
-    """Each value by its name, variables of the environment among them."""
+    """Each value by its name, environment variables included."""
     found = vars(fingerprint)
     return {**{key: value for key, value in found.items() if key != "environment"}, **fingerprint.environment}
 

@@ -40,12 +40,12 @@ class Study:
     Attributes:
         name: the study's name in its storage.
         storage: a file path, or a URL as it was given.
-        facts: what the searches recorded beside the probes, but for the answer, which is `result`.
+        facts: what the searches recorded beside the probes, without the answer, which is in `result`.
         probes: every finished probe, in order.
-        techniques: those that are installed, which say its configs in words.
+        techniques: the installed techniques, which describe the configs in words.
         others: names of the task's studies with other memory limits, in the same storage.
         num_running: probes in progress, or left in that state by a search that was killed.
-        num_lost: trials without an outcome: interrupted, or a fault of the machine.
+        num_lost: trials without an outcome: interrupted by the user or by a fault of the machine.
         result: the last answer; None if no search of the study has found one.
     """
 
@@ -71,7 +71,7 @@ class Study:
 
     @property
     def memory_limit_bytes(self) -> int:
-        """Memory limit of every probe, headroom included."""
+        """Memory limit of every probe; the headroom is part of it."""
         return self.facts.memory_limit_bytes
 
     @property
@@ -106,8 +106,8 @@ class Study:
     def measured_configs(self) -> tuple[Measured, ...]:
         """Every config whose last trial in the search, and all of whose trials in the play-off, were feasible.
 
-        If a config took part in the play-off, only its processes there count, as they do for the answer. The speed of another is
-        corrected by how much slower those that ran in both were in the play-off.
+        If a config took part in the play-off, only its processes there count, as for the answer. The speeds of the others are
+        reduced as far as the configs that ran in both were slower in the play-off.
         """
         searched: dict[Config, Measured] = {}
         played: dict[Config, Measured] = {}
@@ -129,8 +129,8 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
 
     Args:
         path_or_url: a database file such as `studies/gpt.db`, `gpt` for short, or an Optuna storage URL such as `sqlite:///studies/gpt.db`.
-        study: the study's name. It may be left out if all studies of the storage, but for those that rank another training,
-            differ only in their memory limit: the one that was searched last is read then.
+        study: the study's name. It may be left out if the studies in the storage differ only in their memory limit, apart from
+            those that rank another choice of what is trained: the one that was searched last is read then.
 
     Raises:
         StudyError: no such file, no database, no study of that name, several studies and no name given, or a study
@@ -182,7 +182,7 @@ def storage_url(path_or_url: str | Path) -> str:
     """The storage URL of a study that `load_study` would read.
 
     Raises:
-        StudyError: no such file, or no database of a study.
+        StudyError: no such file, or a file that is no study's database.
     """
     given = str(path_or_url)
     file = _database_file(given)
@@ -193,7 +193,7 @@ def storage_url(path_or_url: str | Path) -> str:
 
 
 def _database_file(given: str) -> Path | None:
-    """The file of an SQLite database, also by the name that `--study` gave it; None for another kind of storage."""
+    """The file of an SQLite database, which may be given by the name that `--study` took; None for another kind of storage."""
     if given.startswith(_SQLITE_FILE):
         return Path(given.removeprefix(_SQLITE_FILE))
     if "://" in given:
@@ -210,7 +210,7 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def _require_database(file: Path) -> None:
-    """Refuse a file that is not an Optuna database, without touching it. Optuna would create the file, or tables in it."""
+    """Refuse a file that is not an Optuna database, and leave it untouched: Optuna would create the file, or tables in it."""
     if file.is_dir():
         raise StudyError(f"{file} is a folder; expected a database file{_databases_near(file)}")
     if not file.exists():
@@ -239,16 +239,16 @@ def _databases_near(file: Path) -> str:
 
 
 def _whose(attributes: Mapping[str, Any]) -> StudyFacts:
-    """The facts by which a study is chosen among others in its file; those may be of any format, or not ours."""
+    """The facts by which a study is chosen in its file, where studies of any format, and studies not ours, may be."""
     names = ("searched_at", "limited_beside", "ranked_beside")
     return StudyFacts.from_dict({name: attributes[name] for name in names if name in attributes})
 
 
 def _choose(searches: Mapping[str, StudyFacts], wanted: str | None, given: str) -> str:
-    """The study wanted; without a name the only one, and of those that differ by their memory limit the last that was searched.
+    """The study wanted. Without a name: the only one, or where all differ only in their memory limit, the one searched last.
 
     Args:
-        searches: by name.
+        searches: the facts of each study, by its name.
     """
     listed = ", ".join(sorted(searches))
     if not searches:
@@ -264,6 +264,6 @@ def _choose(searches: Mapping[str, StudyFacts], wanted: str | None, given: str) 
 
 
 def _of_one_task(searches: Mapping[str, StudyFacts], name: str) -> tuple[str, ...]:
-    """The other studies that differ from one by their memory limit."""
+    """The other studies that differ from `name` only in their memory limit."""
     first = {other: about.limited_beside or other for other, about in searches.items()}
     return tuple(sorted(other for other in first if other != name and first[other] == first.get(name)))

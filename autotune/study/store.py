@@ -1,7 +1,7 @@
 """The study in Optuna's storage: one Optuna trial per probe, so nothing is lost and nothing is measured twice.
 
-The play-off measures again what the search found. Its trials are in a study of their own, so that `best_trial`, plots and
-samplers of Optuna see each config of the search once.
+The play-off measures the search's best configs again. Its trials are in a separate study, so that Optuna's `best_trial`, plots
+and samplers see each config of the search once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from autotune.records.study import (
 from autotune.space import Space
 from autotune.study.place import BEAT_S, PLAY_OFF_OF, Place, is_gone, require_equal, this_process
 
-# 1 called a prediction a forecast; up to 2 the play-off was in the search's study, and what was not feasible had the worst
-# feasible value. Both open.
+# Format 1 called a prediction a forecast; up to format 2 the play-off was in the search's study, and an infeasible trial had the
+# worst feasible value. Both can be opened.
 FORMAT = 3
 
 
@@ -55,18 +55,18 @@ def opening_errors(storage: str, cannot: str, expected: str) -> Iterator[None]:
     """Explain why a storage cannot be opened.
 
     Args:
-        storage: as the user gave it.
-        cannot: what cannot be done with it.
+        storage: the storage as the user gave it.
+        cannot: what cannot be done with it, as a participle: `opened`, `read`.
         expected: what a storage looks like.
 
     Raises:
-        StudyError: in place of anything else.
+        StudyError: in place of any other exception.
     """
     try:
         yield
     except StudyError:
         raise
-    except Exception as error:  # SQLAlchemy's many, a driver that is missing, a file that is no database
+    except Exception as error:  # one of SQLAlchemy's many, a missing driver, a file that is no database
         raise StudyError(f"the storage {storage} cannot be {cannot}: {_cause(error)}; expected {expected}") from None
 
 
@@ -124,7 +124,7 @@ class Store:
         self._beaten_s = time.monotonic()
 
     def _open(self, name: str, mark: str) -> optuna.Study:
-        """The study of that name, made if there is none. `mark` is an attribute by which ours are known."""
+        """The study of that name, created if there is none. Our studies are recognized by the attribute `mark`."""
         study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize", load_if_exists=True)
         if mark not in study.user_attrs and study.trials:
             raise StudyError(
@@ -171,7 +171,7 @@ class Store:
         """Open a trial for a proposal and record it before it runs, so that a search that dies leaves evidence.
 
         Returns:
-            The trial's number, which `finish` and `fail` take. The play-off's go on counting where the search's end.
+            The trial's number, which `finish` and `fail` take. It counts over search and play-off together.
         """
         number, self._next_number = self._next_number, self._next_number + 1
         begun = BegunTrial(
@@ -191,13 +191,13 @@ class Store:
             distributions=distributions_of(space),
             user_attrs=begun.to_dict(),
         )
-        # one commit, where `ask` takes one for each parameter: a disk takes 20 ms for each
+        # a single commit, which takes a disk 20 ms; `ask` makes one for each parameter
         trial_id = self._storage.create_new_trial(self._storage.get_study_id_from_name(study.study_name), opened)
         self._running[number] = study, optuna.Trial(study, trial_id)
         return number
 
     def beat(self) -> None:
-        """Say of the trials that run that their controller lives. Ask for it often: it is written once in a while."""
+        """Record that the controller of the running trials is alive. May be called often: it writes only every `BEAT_S` seconds."""
         now_s = time.monotonic()
         if now_s - self._beaten_s > BEAT_S:
             self._beaten_s = now_s
@@ -205,9 +205,9 @@ class Store:
                 trial.set_user_attr("seen_at_s", time.time())
 
     def finish(self, number: int, outcome: Outcome, objective: Objective, *, disturbed: bool) -> Trial:
-        """Record an outcome. An infeasible one is COMPLETE with a constraint and the value of what does not train at all.
+        """Record an outcome. An infeasible trial, too, becomes COMPLETE, with a constraint and the objective's worst score.
 
-        Samplers do not see failed trials, and would propose the same config again.
+        Samplers do not see trials marked as failed, and would propose the same config again.
         """
         study, trial = self._running.pop(number)
         infeasibility = objective.infeasibility(outcome)
@@ -234,10 +234,10 @@ class Store:
 
 
 def distributions_of(space: Space) -> dict[str, BaseDistribution]:
-    """How Optuna sees a space: a distribution for each key of the space that has more than one choice.
+    """A space in Optuna's terms: a distribution for each key with several choices to search.
 
-    They cover every supported choice, also those left out of this search: Optuna does not let a categorical distribution
-    change within a study.
+    The distributions cover every supported choice, also those left out of this search, because Optuna does not let a
+    categorical distribution change within a study.
     """
     found: dict[str, BaseDistribution] = {}
     for name, choices in space.supported.items():
@@ -250,7 +250,7 @@ def distributions_of(space: Space) -> dict[str, BaseDistribution]:
 
 
 def _close_what_a_dead_search_left(study: optuna.Study) -> None:
-    """Optuna's own heartbeats do not work with ask and tell, and cannot ask a process whether it lives."""
+    """Close the trials whose controller is gone. Optuna's own heartbeats do not work with ask and tell, nor look at processes."""
     for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
         if not is_gone(BegunTrial.from_dict(trial.user_attrs)):
             continue
@@ -286,7 +286,7 @@ def trial_of(trial: FrozenTrial) -> Trial:
 
 
 def _number(trial: FrozenTrial, begun: BegunTrial) -> int:
-    """One count over search and play-off."""
+    """The trial's number, counted over search and play-off together."""
     return trial.number if begun.number is None else begun.number
 
 
@@ -294,8 +294,8 @@ def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:
     """What a study keeps beside its trials.
 
     Args:
-        study: its name and where it is.
-        attributes: Optuna's, of that study.
+        study: the study's name and where it is kept, for messages.
+        attributes: the study's user attributes in Optuna.
 
     Raises:
         StudyError: a later version wrote it.
@@ -308,7 +308,7 @@ def stored_facts(place: Place) -> StudyFacts | None:
     """What an existing study keeps; None if no search has been there.
 
     Raises:
-        StudyError: the storage cannot be opened. That is found here, before anything takes seconds.
+        StudyError: the storage cannot be opened; this call finds that out before the slow work begins.
     """
     if place.file is not None and not place.file.exists():
         return None

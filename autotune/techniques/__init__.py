@@ -1,7 +1,7 @@
-"""Techniques as a value: those that are installed, or the switches of a command, with configs made of them.
+"""A collection of techniques, passed as a value: the installed ones, or the switches of a command. It completes and describes configs.
 
 A technique is one file of this package, found by being there. Other packages add theirs through the entry point group
-`autotune.techniques`. Whoever needs techniques is passed them: entry points alone ask for the installed ones.
+`autotune.techniques`. Only entry points ask for the installed techniques; all other code is passed them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _REQUIRED = ("name", "summary", "applies", "off", "phase")
 
 
 class Techniques(Mapping[str, Technique]):
-    """Techniques by name, in the order in which they are applied and listed. It does not change."""
+    """Techniques by name, in the order in which they are applied and listed. The collection does not change."""
 
     def __init__(self, techniques: Iterable[Technique]) -> None:
         self._by_name = {technique.name: technique for technique in techniques}
@@ -85,10 +85,10 @@ class Techniques(Mapping[str, Technique]):
         return len(self._by_name)
 
     def known(self, name: str) -> str:
-        """The name, if it is a key of a config: a technique's, or one of the batch's.
+        """Return the name if it is a key of a config, a technique's or the batch's.
 
         Raises:
-            ConfigError: it is not; the nearest names are offered.
+            ConfigError: it is no such key; the message offers the nearest names.
         """
         names = (*BATCH_KEYS, *self)
         if name not in names:
@@ -102,14 +102,14 @@ class Techniques(Mapping[str, Technique]):
         return name in BATCH_KEYS or self[name].ordered
 
     def is_off(self, name: str, choice: Choice) -> bool:
-        """Whether `choice` is plain training; False for the batch, and for a technique that is not among these."""
+        """Whether `choice` means plain training; False for a key of the batch, and for a technique not in this collection."""
         return name in self and choice == self[name].off
 
     def validate(self, name: str, choice: Any) -> Choice:
-        """Return `choice` if it is one that the technique, or the batch, knows.
+        """Return `choice` if it can be a choice of `name`, a technique or a key of the batch.
 
         Raises:
-            ConfigError: unknown name, or not a choice of it.
+            ConfigError: the name is unknown, or `choice` is no choice of it.
         """
         try:
             return whole_number(choice, 1) if self.known(name) in BATCH_KEYS else self[name].validate(choice)
@@ -124,11 +124,11 @@ class Techniques(Mapping[str, Technique]):
         world: World = ALONE,
         baseline: Mapping[str, Any] | None = None,
     ) -> Config:
-        """A full config from a partial one: what is missing is off, accumulation follows from the global batch.
+        """A full config from a partial one: missing techniques are off, and accumulation follows from the global batch.
 
         Args:
             world: the processes that train together, which share the global batch.
-            baseline: the task's, as far as it is stated: its batch size stands where `choices` name none.
+            baseline: the task's baseline, as far as it is stated; its batch size is taken where `choices` name none.
 
         Raises:
             ConfigError: an unknown key, an invalid choice, or a batch that does not keep the global batch.
@@ -152,7 +152,7 @@ class Techniques(Mapping[str, Technique]):
         return Config((*batch.items(), *switched.items()))
 
     def switched_on(self, config: Config, *phases: Phase) -> tuple[tuple[str, Choice], ...]:
-        """The choices of `config` that are not off, of the techniques of some phases; of all where none is named."""
+        """The choices of `config` that are not off, for techniques of the given phases, or of all phases if none is given."""
         return tuple(
             (name, config[name])
             for name, technique in self.items()
@@ -160,15 +160,15 @@ class Techniques(Mapping[str, Technique]):
         )
 
     def trained(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
-        """What of a config, complete or not, says what is trained. Configs that differ in it are never compared."""
+        """The choices that say what is trained, of a config, complete or not. Configs that differ in them are never compared."""
         return {name: choices.get(name, technique.off) for name, technique in self._partitions.items()}
 
     def trained_by(self, task: Task, choices: Mapping[str, Choice]) -> dict[str, Choice]:
-        """The same under the names that the task has for it."""
+        """What is trained, as in `trained`, by the names that the task has for it."""
         return {name: self._partitions[name].named(task, choice) for name, choice in self.trained(choices).items()}
 
     def narrow_task(self, task: Task, choices: Mapping[str, Choice]) -> Task:
-        """The task that trains what a config says, in which nothing else is left to choose of that.
+        """The task that trains what a config says, with no other choice left of what is trained.
 
         Raises:
             ConfigError: the task has no such choice.
@@ -183,7 +183,7 @@ class Techniques(Mapping[str, Technique]):
         return {name: technique for name, technique in self.items() if isinstance(technique, Partition)}
 
     def arithmetic_of(self, config: Config) -> str:
-        """The type in which a config computes matrix products and convolutions: the shortest that one of its techniques chooses."""
+        """The type in which a config computes matrix products and convolutions: the shortest type that its techniques choose."""
         types = (technique.arithmetic(config[name]) for name, technique in self.items())
         return max(types, key=list(MANTISSA_BITS).index)
 
@@ -193,7 +193,7 @@ class Techniques(Mapping[str, Technique]):
         return "; ".join(filter(None, reasons))
 
     def setup_s(self, config: Config) -> float:
-        """Seconds before the first step that the techniques of `config` are expected to need beyond plain training."""
+        """Seconds that the techniques of `config` are expected to add to the time before the first step."""
         on = ((self[name], choice) for name, choice in self.switched_on(config))
         return sum(technique.expectation(choice, (technique.off, choice)).setup_s for technique, choice in on)
 
@@ -202,28 +202,28 @@ class Techniques(Mapping[str, Technique]):
         return ",".join(filter(None, (t.allocator_settings(config[name]) for name, t in self.items())))
 
     def all_allocator_settings(self) -> tuple[str, ...]:
-        """What any one choice adds to the settings of torch's CUDA allocator, nothing first."""
+        """Every text that a choice adds to the settings of torch's CUDA allocator, the empty one first."""
         added = (technique.allocator_settings(choice) for technique in self.values() for choice in technique.choices)
         return tuple(dict.fromkeys(("", *added)))
 
     @contextmanager
     def keep_settings(self) -> Iterator[None]:
-        """Put the process-wide settings that techniques change back at the end."""
+        """A context that at its end restores the process-wide settings that techniques change."""
         with ExitStack() as stack:
             for technique in self.values():
                 stack.enter_context(technique.restored())
             yield
 
     def label(self, name: str, choice: Choice) -> str:
-        """A choice of any key of a config, in a word or two; also of a technique that is not among these."""
+        """A choice of any key of a config in a word or two, even of a technique that is not in this collection."""
         if name == BATCH_SIZE:
             return f"batch {choice}"
         return self[name].label(choice) if name in self else plain_label(name, choice)
 
     def describe(self, config: Mapping[str, Choice], baseline: Mapping[str, Choice] | None = None) -> str:
-        """`batch 16 x3, bf16, 2 checkpoint segments, fused`; with a baseline only what differs from it.
+        """A config in words: `batch 16 x3, bf16, 2 checkpoint segments, fused`; given a baseline, only what differs from it.
 
-        `x3` stands for accumulation over three micro batches. Without a baseline whatever is off is left out.
+        `x3` stands for accumulation over three micro batches. Without a baseline, techniques that are off are left out.
         """
         words = []
         if baseline is None or any(config.get(name) != baseline.get(name) for name in BATCH_KEYS):
@@ -238,9 +238,9 @@ class Techniques(Mapping[str, Technique]):
 
 
 class Declared(Technique):
-    """One switch of the user's own training script, which a search by command sets by the words of its command line.
+    """A switch of the user's own training script, which a search by command sets through words of the command line.
 
-    The script switches it, so it applies itself to nothing, and no gradients are there to be compared.
+    The script itself does the switching, so `apply` refuses, and there are no gradients to compare.
     """
 
     summary: ClassVar[str] = "a switch of the training script"
@@ -249,11 +249,11 @@ class Declared(Technique):
     exact: ClassVar[bool] = False
 
     def support(self, setting: Setting) -> Support:
-        """All choices: the script knows them."""
+        """All choices, since the script knows what it takes."""
         return Support(choices=self.choices)
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Refuse: the script alone can.
+        """Refuse, because only the script can apply it.
 
         Raises:
             UnsupportedError: always.
@@ -261,45 +261,45 @@ class Declared(Technique):
         raise UnsupportedError(f"{self.name} is a switch of a training script: run the script's own command")
 
     def validate(self, choice: Any) -> Choice:
-        """One of those that the command line declares."""
+        """Return a choice that the command line declares."""
         if choice not in self.choices:
             raise ValueError(f"expected one of {', '.join(map(str, self.choices))}")
         return self.choices[self.choices.index(choice)]
 
 
 class DeclaredLike(Declared):
-    """A switch with the name of a technique: what is known of that technique is expected of it."""
+    """A switch of the script with the name of a technique. It is expected to behave as that technique does."""
 
     like: ClassVar[Technique]
 
     def label(self, choice: Choice) -> str:
-        """The technique's own where it has that choice."""
+        """The technique's label, where the technique has this choice."""
         return self.like.label(choice) if _has(self.like, choice) else super().label(choice)
 
     def arithmetic(self, choice: Choice) -> str:
-        """As of the technique."""
+        """The technique's."""
         return self.like.arithmetic(self._as_known(choice))
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """As of the technique."""
+        """The technique's."""
         return self.like.expectation(self._as_known(choice), tuple(map(self._as_known, choices)))
 
     def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """As of the technique, where it has all of these choices."""
+        """The technique's, where that has all of these choices."""
         return self.like.least_memory(choices) if all(_has(self.like, choice) for choice in choices) else None
 
     def _as_known(self, choice: Choice) -> Choice:
-        """The technique's choice that it stands for: itself, or what usually wins for a word that only the script knows."""
+        """The technique's choice that `choice` stands for: the same, or for a word that only the script knows the likeliest one."""
         if choice != self.off and not _has(self.like, choice):
             return self.like.likely[0] if self.like.likely else self.like.off
         return self.like.off if choice == self.off else choice
 
 
 def declare(name: str, choices: Sequence[Choice], like: Technique | None) -> Declared:
-    """A switch of the script, the first of whose `choices` is what the script does today.
+    """A switch of the script; the first of `choices` is what the script does today.
 
     Args:
-        like: the technique of that name; None for a name of the user's own.
+        like: the technique of the same name; None where there is none.
     """
     own: dict[str, Any] = {"name": name, "choices": tuple(choices), "off": choices[0], "__doc__": Declared.__doc__}
     if like is None:
@@ -325,10 +325,10 @@ def _has(technique: Technique, choice: Choice) -> bool:
 
 @cache
 def find_techniques() -> Techniques:
-    """Those that are installed, in the order of phase, `order` and name. For entry points; everybody else is passed them.
+    """The installed techniques, by phase, `order` and name. Only entry points call this; all other code is passed techniques.
 
     Raises:
-        ConfigError: another package's cannot be used.
+        ConfigError: a technique of another package cannot be used.
     """
     taken = dict.fromkeys(BATCH_KEYS, "autotune, for the batch")
     found = plugins.find_plugins(__name__, Technique, GROUP, _REQUIRED, taken)  # type: ignore[type-abstract]

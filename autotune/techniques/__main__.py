@@ -10,7 +10,7 @@ _COLUMNS = ("technique", "choices", "what it does, what it trades", "gradients",
 
 
 def table(techniques: Techniques) -> str:
-    """Every technique in a Markdown table, in their order."""
+    """The techniques as a Markdown table, in their order."""
 
     def lines() -> Iterator[tuple[str, ...]]:
         yield _COLUMNS

@@ -1,4 +1,4 @@
-"""What some blocks keep for the backward pass waits in host memory instead of the GPU's."""
+"""Activation offloading: tensors that some blocks keep for the backward pass wait in host memory instead of the GPU's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SMALLEST_BYTES = 64 * 1024  # smaller tensors cost more to move than they are w
 class ActivationOffload(Technique):
     """Saved-tensor hooks around n of the blocks, evenly spread.
 
-    On a GPU the copy to page-locked host memory runs on a stream of its own, beside the forward pass. The copy back is
-    queued where the backward pass needs it.
+    On a GPU the copy to page-locked host memory runs on its own stream, beside the forward pass. The copy back is queued when
+    the backward pass needs the tensor.
     """
 
     name = "activation_offload"
@@ -45,7 +45,7 @@ class ActivationOffload(Technique):
         return "recomputed blocks keep next to nothing" if config["checkpoint_segments"] else ""
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """The bus is slower than recomputing in many models and faster in some."""
+        """Copies over the bus are slower than recomputing in many models, and faster in some."""
         share = int(choice) / max(int(other) for other in choices)
         moved = Factor(typical=1 + 0.35 * share, spread=1.1 + 0.2 * share)
         return Expectation(compute=moved, launch=moved, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
@@ -83,8 +83,8 @@ class _Offloaded(Forward):
         if not self.trains():
             return self.call(*args, **kwargs)
         stays = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
-        # A tensor that several layers save is copied once. The key is the storage object's own address, which is not used again
-        # as long as the weak reference lives; the address of freed data soon belongs to another tensor.
+        # A tensor that several layers save is copied once. The key is the address of the storage object, which is not reused as
+        # long as the weak reference lives; the address of its data, once freed, soon belongs to another tensor.
         seen: dict[Any, tuple[StorageWeakRef, _Moved]] = {}
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -102,7 +102,7 @@ class _Offloaded(Forward):
         def unpack(packed: Any) -> torch.Tensor:
             return packed.back() if isinstance(packed, _Moved) else packed
 
-        # Dynamo would try to compile it, too, where it cannot compile the block as a whole
+        # Dynamo would try to compile `pack`, too, where it cannot compile the block as a whole
         dynamo: Any = sys.modules.get("torch._dynamo")
         with torch.autograd.graph.saved_tensors_hooks(dynamo.disable(pack) if dynamo else pack, unpack):
             return self.call(*args, **kwargs)
@@ -116,7 +116,7 @@ class _Store:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Store:
-        return self  # a stream cannot be copied, and need not be
+        return self  # its stream cannot be copied, and copies of the model can share it
 
     def move(self, tensor: torch.Tensor) -> _Moved:
         """Begin to copy a tensor to the host."""
@@ -126,7 +126,7 @@ class _Store:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self.stream)  # its memory is not given away before it is copied
+            tensor.record_stream(self.stream)  # so that its memory is not reused before it is copied
             return _Moved(host, self.device, self.stream.record_event())
 
 
@@ -137,7 +137,7 @@ class _Moved:
     host: torch.Tensor
     device: torch.device
     copied: torch.cuda.Event | None
-    present: Any = lambda: None  # a weak reference to the copy on the device, while anybody has it
+    present: Any = lambda: None  # a weak reference to the copy on the device
 
     def back(self) -> torch.Tensor:
         """The tensor on the device."""

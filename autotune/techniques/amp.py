@@ -1,6 +1,6 @@
-"""Automatic mixed precision: matrix products and convolutions in bfloat16 or float16, parameters stay in fp32.
+"""Automatic mixed precision: matrix products and convolutions in bfloat16 or float16, while parameters stay in fp32.
 
-Whether a precision is worth offering is told by the rates that were measured of the device, for the work that the model does.
+Whether a type is worth offering follows from the device's measured rates for the kinds of work that the model does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
 _SCALER = "torch.amp.GradScaler(DEVICE.type)"
-LEAST_RATE = 0.25  # of fp32's rate; emulated convolutions reach 0.02 to 0.11, real arithmetic much more
-WORTH = 0.9  # of fp32's rates: shorter activations may make up for that
+LEAST_RATE = 0.25  # times fp32's rate; emulated convolutions reach 0.02 to 0.11 times, real arithmetic much more
+WORTH = 0.9  # times fp32's rate; shorter activations may make up for the rest
 
 
 class Amp(Technique):
@@ -46,7 +46,7 @@ class Amp(Technique):
     applies = "where the measured rate of the device is worth it (emulated: if included)"
     off = "off"
     phase = Phase.MODEL
-    # Autocast lies around a step. fp16 does reach into it, with its GradScaler; `support` and `apply` refuse that.
+    # Autocast lies around a step. fp16's GradScaler does reach into it, so `support` and `apply` refuse fp16 there.
     reaches_into_step = False
     order = 10
     exact = False
@@ -103,7 +103,7 @@ class Amp(Technique):
         )
 
     def traced_as(self, choice: Choice) -> Choice:
-        """Both types have two bytes, and a GradScaler holds a few scalars."""
+        """Both types take two bytes, and a GradScaler adds only a few scalars."""
         return "bf16"
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
@@ -113,9 +113,9 @@ class Amp(Technique):
         return f"this processor emulates {choice}, and what oneDNN allocates for that is not known"
 
     def support(self, setting: Setting) -> Support:
-        """What is worth it by the measured rates; what is slower than fp32 is searched if included, with the reason.
+        """The types that are worth it by the measured rates. A type that is slower than fp32 is searched only if included.
 
-        Where nothing was measured, tables tell: of compute capabilities, and oneDNN's of a processor's instructions.
+        Without measured rates, a GPU's compute capability decides, or whether oneDNN finds the processor's instructions.
         """
         choices, optional, reasons = [self.off], [], []
         flops = forward_flops(setting)
@@ -149,7 +149,7 @@ class Amp(Technique):
 
 
 def _hint(device: Device, choice: str) -> str:
-    """Why a type is not worth it, by what is known of such devices; empty where it may be."""
+    """Why a type is not worth it on devices of this kind; empty where it may be worth it."""
     if not device.capabilities.own_processors:
         emulates = f"this processor has no {choice} arithmetic, and emulating it is many times slower"
         return "" if _has_arithmetic(choice) else emulates
@@ -160,7 +160,7 @@ def _hint(device: Device, choice: str) -> str:
 
 
 def _has_arithmetic(choice: str) -> bool:
-    """Whether oneDNN, which computes torch's matrix products in short types on a CPU, has this processor's instructions."""
+    """Whether this processor has instructions for a type, by oneDNN, which computes torch's products in short types on a CPU."""
     try:
         supports = torch.ops.mkldnn
         return bool(supports._is_mkldnn_bf16_supported() if choice == "bf16" else supports._is_mkldnn_fp16_supported())
@@ -169,12 +169,12 @@ def _has_arithmetic(choice: str) -> bool:
 
 
 def _impossible(setting: Setting, choice: str) -> str:
-    """Why a CPU cannot train the model in a type at all, by trying; empty where it can."""
+    """Try whether a CPU can train the model in a type at all. Returns why not; empty where it can."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     if not any(isinstance(module, torch.nn.LSTM) for module in setting.model.modules()):
         return ""
-    try:  # torch asks oneDNN for one, which may have none; what it can do is seen on real tensors alone
+    try:  # torch asks oneDNN for an LSTM, which may have none; only real tensors show that
         with _disable_current_modes(), torch.autocast("cpu", torch.bfloat16 if choice == "bf16" else torch.float16):
             torch.nn.LSTM(1, 1)(torch.ones(1, 1, 1))
     except RuntimeError:
@@ -187,9 +187,9 @@ class Worth:
     """What arithmetic in a type would do for a model, compared with fp32.
 
     Attributes:
-        gain: speed of its matrix products and convolutions.
-        figures: the rates behind it, in words.
-        ends: whether a step would end in reasonable time. Convolutions that are emulated take minutes.
+        gain: speed of the model's matrix products and convolutions in the type, over fp32's.
+        figures: the rates behind the gain, in words.
+        ends: whether a step would end in reasonable time; with emulated convolutions it takes minutes.
     """
 
     gain: float
@@ -198,7 +198,7 @@ class Worth:
 
 
 def forward_flops(setting: Setting) -> Mapping[str, float]:
-    """FLOPs of a forward pass by kind of work; none where nothing was measured that they could be compared with."""
+    """FLOPs of a forward pass by kind of work; empty where no rates were measured to compare them with."""
     if not setting.calibration.rates:
         return {}
     from autotune.devices.kernels.work import WorkCounter
@@ -209,7 +209,7 @@ def forward_flops(setting: Setting) -> Mapping[str, float]:
 
 
 def worth(calibration: Calibration, flops: Mapping[str, float], arithmetic: str) -> Worth | None:
-    """What a type would do for work with these FLOPs; None where the rates are not known."""
+    """What a type would do for a model with these FLOPs; None where the rates are not known."""
     gains = {work: calibration.gain(work, arithmetic) for work in flops}
     known = {work: gain for work, gain in gains.items() if gain is not None}
     if not known or len(known) < len(flops):

@@ -1,4 +1,4 @@
-"""Which kernel computes attention: torch's own choice among its fused ones, or another that is preferred to it."""
+"""Which kernel computes attention: torch's own choice among its fused kernels, or another one that is to be preferred."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Supp
 from autotune.techniques.frameworks import At, Table, Unsaid, words
 
 _BACKENDS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
-# process-wide, of backends.cuda
+# process-wide switches of torch.backends.cuda
 _SWITCHES = {"flash": "flash_sdp", "efficient": "mem_efficient_sdp", "cudnn": "cudnn_sdp"}
-# torch's fused kernels in short types (sdp_utils.cpp): what flash and cuDNN attention take at the least
+# the least compute capability of torch's fused kernels in short types (sdp_utils.cpp)
 _CAPABILITY = {"flash": (8, 0), "efficient": (5, 0), "cudnn": (8, 0)}
 
 
 class Attention(Technique):
     """The kernel of `scaled_dot_product_attention`, for the whole process, and a Hugging Face model's `attn_implementation`.
 
-    A kernel is preferred, not prescribed: where it cannot be used (a mask, a type), torch takes the next one. The settings
-    are the process's and no context around the forward pass, since recomputation in the backward pass must use them, too.
+    A kernel is preferred, not prescribed: where it cannot be used (a mask, a type), torch takes the next one. The settings are
+    process-wide, not a context around the forward pass, because recomputation in the backward pass must use them, too.
     """
 
     name = "attention"
@@ -52,11 +52,11 @@ class Attention(Technique):
         return f"{choice} attention"
 
     def is_redundant(self, config: Config) -> bool:
-        """In fp32 GPUs have one fused kernel, which torch takes anyway. `support` sees a model in a short type of its own."""
+        """In fp32 a GPU has only one fused kernel, which torch takes anyway; `support` notices models that use a short type themselves."""
         return config[self.name] in _BACKENDS and config["amp"] == "off" and config["param_dtype"] == "fp32"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Fused kernels are near each other; without one the scores of all pairs are written, read and kept."""
+        """Fused kernels differ little from each other; without one the scores of all pairs are written, read and kept."""
         if choice == "sdpa":
             return Expectation(compute=Factor(typical=0.88, spread=1.2), activations=Factor(typical=0.75, spread=1.4))
         if choice == "math":
@@ -64,16 +64,16 @@ class Attention(Technique):
         return Expectation(compute=Factor(spread=1.1), activations=Factor(spread=1.03), untraced=Factor(spread=1.2))
 
     def traced_as(self, choice: Choice) -> Choice:
-        """The fused kernels keep the same: their result and a figure for each row of scores."""
+        """All fused kernels keep the same tensors: their result and a number for each row of scores."""
         return self.off if choice in _BACKENDS else choice
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """Tracing stands for the fused kernels on a GPU."""
+        """A trace for a GPU shows the fused kernels only."""
         stands_for_fused = choice == "math" and capabilities_of(device_kind).attention_kernels
-        return "what attention in single steps keeps on a GPU is not traced" if stands_for_fused else ""
+        return "what attention without a fused kernel keeps on a GPU is not traced" if stands_for_fused else ""
 
     def support(self, setting: Setting) -> Support:
-        """`sdpa` for eager Hugging Face models that have it; on GPUs the kernels that a call of the model can use."""
+        """`sdpa` for Hugging Face models with eager attention; on GPUs the kernels that some call of the model can use."""
         if eager := _eager(setting.model):
             for implementation in ("sdpa", "eager"):  # raises where the model has no such implementation
                 for module in eager:
@@ -123,7 +123,7 @@ class Attention(Technique):
 
 
 def _eager(model: torch.nn.Module) -> list[Any]:
-    """The Hugging Face models in `model`, itself included, that compute attention in single steps."""
+    """The Hugging Face models in `model`, itself included, whose attention is the eager implementation."""
 
     def is_eager(module: Any) -> bool:
         config = getattr(module, "config", None)
@@ -149,10 +149,10 @@ def prefer_kernel(backend: str) -> AbstractContextManager[Any]:
 
 
 def _calls(setting: Setting) -> list[tuple[bool, bool]]:
-    """The calls of `scaled_dot_product_attention` in a forward pass of the model as the task has it by itself.
+    """The calls of `scaled_dot_product_attention` in a forward pass of the task's plain model.
 
     Returns:
-        Of each call whether it has a mask, and whether it computes in a short type.
+        For each call, whether it has a mask, and whether it computes in a short type.
     """
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
@@ -170,7 +170,7 @@ def _calls(setting: Setting) -> list[tuple[bool, bool]]:
                 mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
                 note(args[0] if args else kwargs["query"], mask is not None)
             elif function is functional.multi_head_attention_forward and not kwargs.get("need_weights", True):
-                # it calls attention itself, where this mode does not reach, and lets a causal mask go
+                # this function calls attention itself, where the mode does not see it, and drops a causal mask
                 mask = None if kwargs.get("is_causal") else kwargs.get("attn_mask")
                 query = args[0] if args else kwargs["query"]
                 note(query, mask is not None or kwargs.get("key_padding_mask") is not None)
@@ -194,7 +194,7 @@ def _refusal(name: str, capability: tuple[int, int], all_masked: bool) -> str:
 
 
 def _settled_order(device: torch.device) -> list[int]:
-    """In which order torch tries the kernels. At its first choice on a GPU it may put cuDNN first, whatever was set before."""
+    """The order in which torch tries the kernels. Its first choice on a GPU may put cuDNN first, so one is made before asking."""
     one = torch.empty(1, 1, 1, 8, device=device)
     torch._fused_sdp_choice(one, one, one)
     return torch._C._get_sdp_priority_order()

@@ -1,6 +1,6 @@
-"""What a technique is, and what it is expected to do to time and memory before a model was seen with it.
+"""What a technique is, and what it is expected to do to time and memory before it was tried on a model.
 
-It owns everything about itself; the rest of the package knows techniques by this protocol only.
+A technique's file owns everything about it; the rest of the package knows techniques by this protocol only.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """What a choice multiplies something by, known only roughly: lognormal.
+    """What a choice multiplies a quantity by. It is known only roughly, as a lognormal distribution.
 
     Attributes:
         typical: the median.
-        spread: one standard deviation, as a factor: two thirds of all models lie within `typical / spread` to
+        spread: one standard deviation, as a factor: two thirds of all models lie between `typical / spread` and
             `typical * spread`.
     """
 
@@ -45,7 +45,7 @@ UNTOUCHED = Factor()
 class Expectation:
     """What a choice is expected to do, compared with the technique switched off.
 
-    The predictors in `autotune.prediction` start from it and correct it by every probe.
+    The predictors in `autotune.prediction` start from this and correct it with every probe.
 
     Attributes:
         compute: the time of forward and backward per sample, once the device is busy.
@@ -54,7 +54,7 @@ class Expectation:
         data: the time that training waits for samples.
         state: the memory of parameters, gradients and optimizer state.
         activations: the memory that grows with the micro batch.
-        untraced: the memory that tracing does not show: libraries' workspaces, kernels that they compile and keep.
+        untraced: the memory that tracing does not show, such as libraries' workspaces and kernels compiled at run time.
         setup_s: seconds of preparation before the first step that plain training does not need, such as compiling.
     """
 
@@ -68,7 +68,7 @@ class Expectation:
     setup_s: float = 0.0
 
 
-MANTISSA_BITS = {FP32: 24, TF32: 11, FP16: 11, BF16: 8}  # the hidden one included; the longest type first
+MANTISSA_BITS = {FP32: 24, TF32: 11, FP16: 11, BF16: 8}  # the hidden bit included; the longest type first
 _ANYTHING = Factor(spread=1.1)
 REACHES_INTO_STEP = "it would reach into a step of the task's own, which is run as it is"
 
@@ -76,10 +76,10 @@ REACHES_INTO_STEP = "it would reach into a step of the task's own, which is run 
 class Phase(IntEnum):
     """When a technique is applied while a session is built; phases run in this order."""
 
-    TASK = 0  # what is trained at all, before anything exists: `Partition`
+    TASK = 0  # before anything exists: what is trained at all (`Partition`)
     PROCESS = 1  # process-wide settings, before the model exists
     MODEL = 2  # the model is on its device; the optimizer does not exist yet
-    SPREAD = 3  # how the model is spread over the processes of a world; its parameters may be others from here on
+    SPREAD = 3  # the model is spread over the processes of a world, which may replace its parameters
     OPTIMIZER = 4  # the optimizer exists and has no state
     LOADER = 5  # options of the data loader
 
@@ -89,8 +89,8 @@ class Recomputation:
     """A choice that runs some blocks of the model again in the backward pass, and does nothing else to memory.
 
     Attributes:
-        blocks: all that the technique may recompute, in the order in which they run.
-        segments: (first, last + 1) number of the blocks that are recomputed together; others are not recomputed.
+        blocks: all blocks that the technique may recompute, in the order in which they run.
+        segments: (first, last + 1) of the blocks that are recomputed together, by number; others are not recomputed.
         each: the choice that recomputes every block alone.
     """
 
@@ -100,11 +100,11 @@ class Recomputation:
 
 
 class Technique(ABC):
-    """One thing that can be switched. Stateless: `autotune.techniques.Techniques` hold one instance of each.
+    """One thing that can be switched. Stateless: `autotune.techniques.Techniques` holds one instance of each.
 
-    An inspection asks `support` once, with a model that it may try things on. A search asks `is_redundant`, `expectation` and
-    `label` of every config that it considers. In a probe's process, and in `prepare`, `apply` comes in the order of the phases,
-    inside `restored`. A whole technique:
+    An inspection calls `support` once, with a model that the technique may try things on. A search calls `is_redundant`, `expectation`
+    and `label` for every config that it considers. A probe's process, and `prepare`, call `apply` in the order of the phases, inside
+    `restored`. A complete technique:
 
         class Deterministic(Switch):
             name = "deterministic"
@@ -124,34 +124,34 @@ class Technique(ABC):
                 yield None  # the process trains
                 torch.use_deterministic_algorithms(before)
 
-    Its file is found because it is there, its row in the README is printed by `python -m autotune.techniques`. What a training
-    loop of the user's own need not know of says so: `LOOP: Unsaid()` in `frameworks`. A technique that changes what is trained is
-    a `Partition`. Another package offers one as an entry point in the group `autotune.techniques`.
+    Its file need only lie in this package, and `python -m autotune.techniques` prints its row of the README. `LOOP: Unsaid()` in
+    `frameworks` says that a user's own training loop need not change for it. A technique that changes what is trained is a
+    `Partition`. Another package offers a technique as an entry point in the group `autotune.techniques`.
 
     Attributes:
         name: the key in the config dict.
-        summary: what it does and what it trades, in one line of the README's table.
-        listed_choices: its choices, in the README's table, where `choices` does not list them.
-        applies: where it applies, in the README's table.
-        choices: those that can be listed whatever the task.
+        summary: what it does and what it trades, for the README's table, in one line.
+        listed_choices: its choices as the README's table lists them, where `choices` does not.
+        applies: where it applies, for the README's table.
+        choices: the choices that do not depend on the task.
         off: the choice that is plain training.
         least: the smallest choice, where choices are numbers.
-        leanest: choices that are there to save memory, the one that saves the most first.
-        order: place among the techniques of its phase, in which they are applied and listed; names decide between equals.
+        leanest: choices whose purpose is to save memory, the one that saves the most first.
+        order: place among the techniques of its phase when they are applied and listed; names decide between equals.
         exact: its gradients equal plain fp32's up to rounding.
         changes_learning: it trains something else than the user does. Searched only when included, and labelled.
         ordered: its choices are numbers on a scale.
         keeps_random_masks: a forward pass draws the same random numbers as plain training, so that a comparison of
             gradients can keep dropout on.
-        check_steps: optimizer steps that a comparison with plain training takes; more than 1 for what acts on the optimizer.
+        check_steps: optimizer steps that a comparison with plain training takes; more than 1 if it acts on the optimizer.
         traced_in_whole_steps: a trace of whole steps at one batch size shows its memory, whatever `untraceable` says.
-        untraced: why its memory cannot be traced without running it, where that is so for all choices but `off`.
-        expected: what every choice but `off` is expected to do to time and memory. A technique that does not say may act on
-            anything: what acts on nothing that takes time here is never probed.
+        untraced: why its memory cannot be traced without running it, where that holds for every choice but `off`.
+        expected: what every choice but `off` is expected to do to time and memory. By default it may act on any part of them;
+            a technique that is said to act on no part that takes time here is never probed.
         against_shortage: its optional choices are searched as well where plain training ran out of memory at inspection.
-        likely: choices that usually win, best first. The first that is supported is probed at the start of a search.
+        likely: choices that usually win, best first. The first supported one is probed at the start of a search.
         frameworks: what other frameworks call it; see `autotune.techniques.frameworks`.
-        said_of: the class of torch.optim that the words of `frameworks` name as well; empty where they name none.
+        said_of: the class of torch.optim that the words in `frameworks` also name; empty where they name none.
     """
 
     name: ClassVar[str]
@@ -180,10 +180,10 @@ class Technique(ABC):
     said_of: ClassVar[str] = ""
 
     def support(self, setting: Setting) -> Support:
-        """Say what of this technique applies to the task on the device, by the next three, which are asked in this order.
+        """Say which choices apply to the task on the device, by calling the next three methods in their order.
 
-        It may try things on the setting's model, with gradients, as training does. An exception, except for want of
-        memory, is taken as the reason why the technique does not apply.
+        They may try things on the setting's model, with gradients, as training does. An exception, unless memory ran out,
+        is taken as the reason why the technique does not apply.
         """
         try:
             if reason := self.why_not(setting):
@@ -197,15 +197,15 @@ class Technique(ABC):
         return Support(choices=choices)
 
     def why_not(self, setting: Setting) -> str:
-        """Why it does not apply to the task on the device; empty where it does. It may as well raise `UnsupportedError`."""
+        """Why the technique does not apply to the task on the device; empty where it does. It may also raise `UnsupportedError`."""
         return ""
 
     def choices_for(self, setting: Setting) -> tuple[Choice, ...]:
-        """The choices where it applies, `off` included."""
+        """The choices for a task to which it applies, `off` included."""
         return self.choices
 
     def why_optional(self, setting: Setting) -> str:
-        """Why it is searched only if it is included, where it applies; empty where it is searched unasked."""
+        """Why the technique, where it applies, is searched only if included; empty where it is searched unasked."""
         return ""
 
     @abstractmethod
@@ -218,7 +218,7 @@ class Technique(ABC):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put process-wide settings that `apply` changes back at the end."""
+        """A context that at its end restores the process-wide settings that `apply` changes."""
         yield
 
     def validate(self, choice: Any) -> Choice:
@@ -242,15 +242,15 @@ class Technique(ABC):
         return plain_label(self.name, choice)
 
     def is_redundant(self, config: Config) -> bool:
-        """Whether `config` need not be searched: it trains as with this technique off, or its choices cannot be combined."""
+        """Whether `config` need not be searched, because this technique does nothing in it or cannot be combined with its other choices."""
         return bool(self.conflict(config))
 
     def conflict(self, config: Config) -> str:
-        """Why this technique cannot be combined with another choice of `config`, which has it on; empty where it can."""
+        """Why this technique, which is on in `config`, cannot be combined with another choice there; empty where it can."""
         return ""
 
     def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """The one of `choices` that saves the most memory; None for a technique that is not there to save memory."""
+        """The one of `choices` that saves the most memory; None for a technique whose purpose is another."""
         return next((choice for choice in self.leanest if choice in choices), None)
 
     def allocator_settings(self, choice: Choice) -> str:
@@ -265,22 +265,22 @@ class Technique(ABC):
         """What `choice` is expected to do to time and memory; asked only for `choice != off`.
 
         Args:
-            choices: all that are searched, in order.
+            choices: all choices that are searched, in order.
         """
         return self.expected
 
     def recomputation(self, task: Task, model: torch.nn.Module, choice: Choice) -> Recomputation | None:
-        """What `choice`, or `off`, recomputes, where that is all it does: then one trace of each block serves every choice."""
+        """What `choice`, which may be `off`, recomputes; one trace of each block then serves every choice. None where it does more."""
         return None
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
         """Why the memory of a config with `choice` cannot be traced without running it; empty where it can.
 
-        It is then learned from probes. Asked only for `choice != off`, in a process that inspects or traces, on the
+        The memory is then learned from probes. Asked only for `choice != off`, in a process that inspects or traces, on the
         machine that is to train.
 
         Args:
-            device_kind: torch's type of the device that is to train; what it can do: `autotune.devices.capabilities_of`.
+            device_kind: torch's type of the device that is to train; `autotune.devices.capabilities_of` tells what it can do.
         """
         return self.untraced
 
@@ -288,7 +288,7 @@ class Technique(ABC):
     def reaches_into_step(self) -> bool:
         """Whether its choices change what happens between a batch and the updated parameters.
 
-        It is not offered then for a task whose `train_step` is one unit.
+        If so, it is not offered for a task with a `train_step` of its own, which is run as it is.
         """
         return self.phase in (Phase.MODEL, Phase.SPREAD, Phase.OPTIMIZER)
 
@@ -298,7 +298,7 @@ class Technique(ABC):
         return self.phase in (Phase.TASK, Phase.MODEL, Phase.SPREAD, Phase.OPTIMIZER)
 
     def traced_as(self, choice: Choice) -> Choice:
-        """The choice whose traced memory also stands for `choice`, since both need the same."""
+        """The choice whose trace also serves `choice`, because both need the same memory."""
         return choice
 
     def write(
@@ -308,7 +308,7 @@ class Technique(ABC):
 
         Args:
             framework: a key of `frameworks`.
-            choices: all that the task supports, for frameworks that know on and off only.
+            choices: all choices that the task supports, for frameworks that know only on and off.
             optimizer: class of the task's optimizer, as in `TaskFacts`.
         """
         words = self.frameworks.get(framework)
@@ -318,7 +318,7 @@ class Technique(ABC):
         return written
 
     def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
-        """The choice that a framework's arguments make; None where they do not say. The inverse of `write`."""
+        """The choice that a framework's arguments stand for; None where they do not say. The inverse of `write`."""
         words = self.frameworks.get(framework)
         return None if words is None else words.read(arguments)
 
@@ -331,13 +331,13 @@ class Switch(Technique):
 
 
 class Partition(Technique):
-    """Something of which each choice is another training, with a search, a baseline and a ranking of its own.
+    """A technique of which each choice trains something else, with a search, a baseline and a ranking of its own.
 
-    Its choices divide the space: configs of two of them are never compared.
+    Its choices divide the space: configs with different choices are never compared.
 
-    It acts on the task, before anything is built. Inspection, trace and check are then those of the narrower task, in
-    which nothing says that there are others. What `support` offers beside the baseline's choice is ranked beside it, and
-    what it offers as optional only if the user includes it.
+    It acts on the task, before anything is built. Inspection, trace and check then see only the narrower task, which does not
+    show that there are others. Choices that `support` offers beside the baseline's are ranked beside it; optional ones only if
+    the user includes them.
     """
 
     phase = Phase.TASK
@@ -349,19 +349,19 @@ class Partition(Technique):
         """The task that trains `choice`, which is not `off`.
 
         Raises:
-            ConfigError: the task has no such choice; building its model may raise that, too.
+            ConfigError: the task has no such choice. Building the narrower task's model may raise it as well.
         """
 
     def named(self, task: Task, choice: Choice) -> Choice:
-        """The name under which the task knows `choice`, where `off` has one of its own."""
+        """The task's name for `choice`. For `off` it may be another, such as the first of several names."""
         return choice
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Put the narrower task in the place of the task."""
+        """Replace the task by the narrower one."""
         build.task = self.narrow(build.task, choice)
 
     def validate(self, choice: Any) -> Choice:
-        """A name; a whole number is one, too, as those of an `nn.Sequential` are."""
+        """Return a name. A whole number is one, too, since the children of an `nn.Sequential` are named by numbers."""
         if type(choice) is int:
             return str(choice)
         if not isinstance(choice, str) or not choice:
@@ -384,7 +384,7 @@ def whole_number(choice: Any, least: int) -> int:
     """Return `choice` if it is an integer of at least `least`, and no bool.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is anything else.
     """
     if type(choice) is not int or choice < least:
         raise ValueError(f"expected a whole number of at least {least}")

@@ -1,4 +1,4 @@
-"""The blocks of a model that can be recomputed: those that the task names, else its longest repeated chain, however nested."""
+"""The blocks of a model that can be recomputed: those that the task names, else the longest chain of repeated blocks, however nested."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autotune.techniques.base import UnsupportedError
 if TYPE_CHECKING:
     from autotune.task import Task
 
-# Blocks inside the blocks of a chain are taken instead when they hold nearly all of its layers (stages of a residual
-# network): finer pieces keep fewer activations alive while one of them is recomputed. Experts of a mixture hold less.
+# Blocks inside a chain's blocks are taken in their place when they hold nearly all of the chain's layers (as in the stages of a
+# residual network): finer pieces keep fewer activations alive while one is recomputed. A mixture's experts hold a smaller share.
 _NEARLY_ALL = 0.9
-_AT_LEAST_HALF = 0.5  # a repeated chain with fewer of the layers loses to a mixed one
+_AT_LEAST_HALF = 0.5  # a repeated chain with a smaller share of the layers loses to a mixed one
 _EVERY_CHOICE_UP_TO = 8
 
 
@@ -43,7 +43,7 @@ def blocks_of(task: Task, model: torch.nn.Module) -> Chain:
     """The blocks that the task names, else those found in the model.
 
     Raises:
-        UnsupportedError: there are none, or what the task names is not part of the model.
+        UnsupportedError: there are no blocks, or those that the task names are not part of the model.
     """
     if task.checkpoint_blocks is None:
         chain = find_chain(model)
@@ -64,8 +64,8 @@ def find_chain(model: torch.nn.Module) -> Chain | None:
 
     Every `Sequential` and `ModuleList` is a chain; those whose most frequent block is of the same class (the stages of
     a residual network, an encoder and a decoder) count as one. A chain with a repeated block is preferred to a mixed
-    one around it. Layers with parameters measure a chain rather than the number of parameters: each keeps its input for
-    the backward pass, while parameters gather where activations are small (the classifier of a VGG).
+    one around it. A chain is measured by its layers with parameters and not by its parameters: each such layer keeps its
+    input for the backward pass, while most parameters lie where activations are small (the classifier of a VGG).
     """
     merged: dict[object, list[Chain]] = {}
     for chain in _chains(model):
@@ -79,7 +79,7 @@ def find_chain(model: torch.nn.Module) -> Chain | None:
     if _most_layers(repeated) > 0 and _most_layers(repeated) >= _AT_LEAST_HALF * _most_layers(candidates):
         candidates = repeated
     large = [chain for chain in candidates if _num_layers(chain) >= _NEARLY_ALL * _most_layers(candidates)]
-    # Of chains with nearly the same layers, the finest.
+    # among chains with nearly the same layers take the finest
     return max(large, key=lambda chain: (len(chain.blocks), _num_layers(chain)), default=None)
 
 
@@ -90,7 +90,7 @@ def _repeated_kind(chain: Chain) -> type[torch.nn.Module] | None:
 
 
 def _chains(module: torch.nn.Module) -> Iterator[Chain]:
-    """Every container of two blocks or more, outer ones first."""
+    """Every container with at least two blocks, outer ones first."""
     if _is_sequential(module) or isinstance(module, torch.nn.ModuleList):
         blocks = tuple(dict.fromkeys(_blocks(module)))
         if _is_sequential(module) and blocks == tuple(module.children()):
@@ -109,7 +109,7 @@ def _join(chains: list[Chain]) -> Chain:
 
 
 def _blocks(container: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The children of a container; lists among them are laid flat, a `Sequential` of blocks is its own chain."""
+    """The children of a container. Lists among them are flattened; a `Sequential` of several blocks is a chain of its own."""
     for child in container.children():
         if isinstance(child, torch.nn.ModuleList):
             yield from _blocks(child)
@@ -122,7 +122,7 @@ def _is_sequential(module: torch.nn.Module) -> bool:
 
 
 def is_layer(module: torch.nn.Module) -> bool:
-    """One of torch's own layers, which keeps its input and little else: recomputing it alone gains nothing."""
+    """Whether it is one of torch's own layers, which keep their input and little else: to recompute one alone gains nothing."""
     own = type(module).__module__.startswith("torch.nn.") and not isinstance(module, torch.nn.RNNBase)
     return own and next(module.children(), None) is None
 
@@ -143,7 +143,7 @@ def _most_layers(chains: list[Chain]) -> int:
 
 
 def numbers_up_to(num_blocks: int) -> list[int]:
-    """1 to `num_blocks`; of more than 8 blocks 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and `num_blocks` itself."""
+    """1 to `num_blocks`; if there are more than 8, only 1, 2, 3, 4, 6, 8, 12, 16, 24, ... and `num_blocks` itself."""
     if num_blocks <= _EVERY_CHOICE_UP_TO:
         return list(range(1, num_blocks + 1))
     choices, octave = {1, num_blocks}, 2

@@ -1,4 +1,4 @@
-"""How many gradients are averaged at a time."""
+"""The size of the buckets in which gradients are averaged over processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune.techniques.spread_option import SpreadOption
 
 
 class BucketMb(SpreadOption):
-    """`bucket_cap_mb`: small buckets begin to travel early in the backward pass, large ones use the wire better."""
+    """`bucket_cap_mb` of DDP: small buckets are sent early in the backward pass, large ones use the wire better."""
 
     name = "bucket_mb"
     summary = (

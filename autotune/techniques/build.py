@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a technique may look at to say whether and how it applies. It lives in a process of its own.
+    """What a technique may look at to say whether and how it applies. It exists in a separate process.
 
     Attributes:
         model: built by the task, plain fp32, on the device, in training mode.
-        optimizer: the task's own optimizer for `model`, no state yet; for a `train_step` all that the task configures.
+        optimizer: the task's own optimizer for `model`, without state; for a `train_step`, all that the task configures.
         batch: a micro batch of two samples, on the device.
-        baseline: what the user runs today, complete.
+        baseline: what the user runs today, as a full config.
         dataset_size: samples in the training set, or None without a dataset.
-        calibration: what was measured of the device; nothing, where it is not the machine's own.
+        calibration: the device's measured rates; empty where the device is not in this machine.
         world: the processes that are to train together; the model is not spread over them yet.
     """
 
@@ -41,14 +41,14 @@ class Setting:
     world: World = ALONE
 
     def try_step(self, batch: Any) -> None:
-        """Run the model forward as training does. A task's own `train_step` is run whole, and moves the parameters."""
+        """Run the model forward as training does. A task's own `train_step` is run whole, so it changes the parameters."""
         if not self.task.takes_whole_steps:
             self.task.loss(self.model, batch)
         else:
             self.task.whole_step(self.model, self.optimizer, batch)
 
     def run_order(self, modules: Iterable[torch.nn.Module]) -> list[Any]:
-        """Those of `modules` that a forward pass enters, in the order in which it first does."""
+        """Those of `modules` that a forward pass enters, in the order of first entry."""
         entered: list[Any] = []
         hooks = [module.register_forward_pre_hook(lambda m, _: entered.append(m)) for module in modules]
         try:
@@ -66,13 +66,13 @@ class Setting:
 
 
 class Spread:
-    """A model whose processes train it together.
+    """How several processes train one model together.
 
     Args:
-        around: runs a function of the model and a batch, with the collectives that belong to it.
-        synchronizing: the context of a micro batch's passes, given whether its gradients are the last of the step: only then
-            are they put together.
-        gathers: every forward pass needs all processes, which gather what they hold shards of.
+        around: runs a function of the model and a batch, with the collectives that its forward pass needs.
+        synchronizing: makes the context of a micro batch's passes. Its argument tells whether this micro batch is the last of
+            the step; only then are gradients put together.
+        gathers: whether every forward pass needs all processes, because each holds only a shard of the parameters.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Build:
     """A session while techniques are being applied to it; `Technique.apply` changes what it needs to.
 
     Attributes:
-        task: what is trained; a technique of `Phase.TASK` puts a narrower one in its place.
+        task: what is trained; a technique of `Phase.TASK` replaces it by a narrower one.
         world: the processes that train the model together, this one among them.
         forward_contexts: entered around every forward pass, outermost first.
         batch_transforms: applied in order to every micro batch once it is on the device.
@@ -101,11 +101,11 @@ class Build:
         batch_streams: applied in order to the stream of micro batches that the data loader yields.
         one_micro_batch: why a step can take only one micro batch; empty where it can take several.
         unrepeatable: why a step that ran out of memory cannot be taken again; empty where it can.
-        places: technique -> what it found in the model to act on: names of modules by their role.
-        ddp_options: keyword arguments for `DistributedDataParallel`, where copies of the model are spread.
-        fsdp_options: the same for `fully_shard`.
+        places: technique -> the modules that it acts on: role -> names.
+        ddp_options: keyword arguments for `DistributedDataParallel`, where each process has a copy of the model.
+        fsdp_options: keyword arguments for `fully_shard`.
         spread: how the model is spread over the processes of a world; None in a world of one.
-        optimizers: applied in order to the optimizer once techniques have set it up; each returns the one to take its place.
+        optimizers: applied in order to the optimizer once techniques have set it up; each returns its replacement.
     """
 
     task: Task
@@ -128,11 +128,11 @@ class Build:
     optimizers: list[Callable[[Any], Any]] = field(default_factory=list)
 
     def acting_on(self, technique: str, modules: Iterable[torch.nn.Module], **one: torch.nn.Module) -> dict[str, Any]:
-        """Write into `places` what a technique acts on, by its names for `get_submodule`.
+        """Write into `places` which modules a technique acts on, by their names for `get_submodule`, and return its entry.
 
         Args:
-            modules: the role that every technique has.
-            one: further roles, of one module each.
+            modules: the modules with the role `modules`, which every technique has.
+            one: further roles, each with one module.
         """
         names = {id(module): name for name, module in self.model.named_modules()}
         found = {"modules": [names[id(module)] for module in modules]}
@@ -142,10 +142,10 @@ class Build:
 
 @dataclass(eq=False)
 class Forward:
-    """The `forward` of one module. An object, not a closure, so that a deep copy of the model computes with its own modules.
+    """A replacement of one module's `forward`. It is an object, so that a deep copy of the model computes with its own modules.
 
     Attributes:
-        original: a forward that was replaced before on this very instance, by the user or a technique.
+        original: the forward that the user or a technique had set on this very instance before; else None.
     """
 
     module: torch.nn.Module
@@ -154,7 +154,7 @@ class Forward:
         self.original = vars(self.module).get("forward")
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass as it was before."""
+        """Run the module's forward pass as it was before."""
         if self.original is not None:
             return self.original(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)

@@ -33,9 +33,9 @@ class ChannelsLast(Switch):
     )
 
     def why_not(self, setting: Setting) -> str:
-        """It applies to 2-D convolutions, unless the model's code calls `view` in the old layout.
+        """It applies to models with 2-D convolutions, unless the model's code calls `view` where the new layout does not allow it.
 
-        Their input need not be in the batch as it is: models stack lists of images, and make spectrograms of sound.
+        Whether the batch has images does not matter: models stack lists of images, and make spectrograms of sound.
         """
         if not any(isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for m in setting.model.modules()):
             return "the model has no 2-D convolution"
@@ -59,7 +59,7 @@ class ChannelsLast(Switch):
 
 
 def images_to_channels_last(batch: Any) -> Any:
-    """The batch with every tensor of four dimensions in that layout."""
+    """The batch with every floating-point tensor of four dimensions in channels_last."""
     from autotune.task.batches import map_tensors
 
     return map_tensors(_to_channels_last, batch)

@@ -1,4 +1,4 @@
-"""What recomputed blocks keep all the same: nothing but their input, or also what is costly to compute again."""
+"""What recomputed blocks keep from their first pass: only their input, or also results that are costly to compute again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autotune.techniques.block_chains import blocks_of
 from autotune.techniques.checkpoint_segments import CheckpointSegments, Contexts, Recomputed
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 
-# operators of torch.ops.aten: on each device those that it has
+# operators of torch.ops.aten; each device has some of them
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
@@ -31,9 +31,9 @@ class CheckpointPolicy(Technique):
     applies = "with `checkpoint_segments`, on GPUs (CPUs: if included)"
     off = "full"
     phase = Phase.MODEL
-    order = 35  # what is recomputed is known then
+    order = 35  # after checkpoint_segments, which decides what is recomputed
     untraced = "what a recomputed block keeps in part is not traced"
-    # Most of a forward pass is matrix products, and about half of what it keeps.
+    # Matrix products are most of a forward pass's work, and about half of what it keeps.
     expected = Expectation(
         compute=Factor(typical=0.87, spread=1.08),
         launch=Factor(spread=1.1),
@@ -46,11 +46,11 @@ class CheckpointPolicy(Technique):
         return f"{choice} checkpointing"
 
     def is_redundant(self, config: Config) -> bool:
-        """Without recomputation it does nothing."""
+        """The technique does nothing where nothing is recomputed."""
         return config["checkpoint_segments"] == 0
 
     def why_not(self, setting: Setting) -> str:
-        """A step with every block recomputed raises where a block changes in place what is kept, for example."""
+        """Tries a step with every block recomputed. It raises where a block changes a kept result in place, for example."""
         model = setting.model
         num_blocks = len(blocks_of(setting.task, model).blocks)
         if self.why_optional(setting):
@@ -79,7 +79,7 @@ class CheckpointPolicy(Technique):
 
 
 def keep_costly_results(model: torch.nn.Module) -> None:
-    """Let every recomputed block of a model keep them."""
+    """Let every recomputed block of a model keep the results of matrix products and attention."""
     for module in model.modules():
         if isinstance(recomputed := vars(module).get("forward"), Recomputed):
             recomputed.keep = _contexts
@@ -94,7 +94,7 @@ def _contexts() -> Contexts:
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep products, and attention without dropout.
 
-    An operator that draws random numbers runs again: were its result kept, those after it would draw other numbers than
+    An operator that draws random numbers runs again. If its result were kept, later operators would draw other numbers than
     in the first pass.
     """
     from torch.utils.checkpoint import CheckpointPolicy as Policy

@@ -1,4 +1,4 @@
-"""Activation checkpointing on an unmodified model: parts of it run again in the backward pass, and keep no activations until then."""
+"""Activation checkpointing on an unmodified model: some parts keep no activations, and run again in the backward pass."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class CheckpointSegments(Technique):
         return plural(int(choice), "checkpoint segment") if choice else "no checkpointing"
 
     def least_memory(self, choices: Sequence[Choice]) -> Choice | None:
-        """Every block checkpointed."""
+        """The choice that checkpoints every block."""
         return max(choices, key=int)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """A forward pass is about a third of a step, and is run again for the share of the model that is checkpointed."""
+        """A forward pass is about a third of a step, and runs again for the checkpointed share of the model."""
         share = int(choice) / max(int(other) for other in choices)
         again = Factor(typical=1 + 0.3 * share, spread=1.06 + 0.06 * share)
         return Expectation(compute=again, launch=again, activations=Factor(typical=1 - 0.6 * share, spread=1.3))
@@ -60,13 +60,13 @@ class CheckpointSegments(Technique):
     def write(
         self, framework: str, choice: Choice, choices: Sequence[Choice] = (), *, optimizer: str = ""
     ) -> dict[str, Any] | None:
-        """Hugging Face models checkpoint every block or none."""
+        """Hugging Face models can checkpoint only every block or none."""
         if framework == TRANSFORMERS and choice and choice == max(choices, key=int, default=None):
             return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
         return super().write(framework, choice, choices, optimizer=optimizer)
 
     def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
-        """Every block, where the number of blocks is known."""
+        """Hugging Face's checkpointing is read as every block, where their number is known."""
         if framework == TRANSFORMERS and arguments.get("gradient_checkpointing"):
             return max(choices, key=int, default=None)
         return super().read(framework, arguments, choices)
@@ -111,18 +111,20 @@ def recompute(model: torch.nn.Module, num_segments: int, modules: Sequence[str],
 
 
 def _segments(chain: Chain, num_segments: int) -> tuple[tuple[int, int], ...]:
-    """(first, last + 1) block of each segment: a `Sequential` is cut into them, of a list some blocks are one each."""
+    """(first, last + 1) block of each segment. A `Sequential` is cut into segments; in a list each segment is a single block."""
     segments = _cut(len(chain.blocks), num_segments)
     return segments if chain.sequential is not None else tuple((start, start + 1) for start, _ in segments)
 
 
 def _cut(num_blocks: int, num_segments: int) -> tuple[tuple[int, int], ...]:
-    """(first, last + 1) block of each of some segments with nearly equal numbers of blocks."""
+    """(first, last + 1) block of each of `num_segments` segments with nearly equal numbers of blocks."""
     edges = [number * num_blocks // max(1, num_segments) for number in range(num_segments + 1)]
     return tuple(itertools.pairwise(edges))
 
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of a pass, and of its recomputation
+Contexts = tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]  # around a pass, and around its recomputation
 Place = tuple["torch.nn.Module", str]  # a buffer: the module and the buffer's name in it
 
 
@@ -131,8 +133,9 @@ class Recomputed(Forward):
     """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
 
     Attributes:
-        keep: makes contexts for the first pass and for its recomputation, in which the first keeps some results for the
-            second; None keeps nothing.
+        keep: makes the contexts of the first pass and of its recomputation, by which the first pass keeps some results for
+            the second; None keeps nothing.
+        constant: buffers that passes were seen to leave alone.
     """
 
     keep: Callable[[], Contexts] | None = field(default=None, init=False)
@@ -148,8 +151,8 @@ class Recomputed(Forward):
             first = _within(remember_buffers(modules, before, self.constant), first)
             return first, _EachTime(partial(copies_stand_in, before), again)
 
-        # Keyword arguments travel as positional ones: among those alone checkpoint looks for tensors, whose device's
-        # random state it keeps.
+        # Keyword arguments are passed as positional ones, because checkpoint looks only among these for tensors whose device's
+        # random state it has to keep.
         names = tuple(kwargs)
 
         def run(*values: Any) -> Any:
@@ -161,7 +164,7 @@ class Recomputed(Forward):
 
 @dataclass(eq=False)
 class Checkpointed(Recomputed):
-    """The forward of one block. Inside a segment of its `Sequential` the segment is recomputed, not the block."""
+    """The forward of one block. While a segment of its `Sequential` runs, that segment is recomputed as a whole, not the block."""
 
     segments: Segments | None
 
@@ -181,7 +184,7 @@ class Segments(Recomputed):
     """
 
     num_segments: int
-    running: bool = field(default=False, init=False)  # inside a segment, also when it is recomputed
+    running: bool = field(default=False, init=False)  # True inside a segment, also during its recomputation
 
     def __call__(self, input: Any) -> Any:  # named as in `nn.Sequential.forward`
         """The forward pass of the `Sequential`."""
@@ -207,13 +210,14 @@ class Segments(Recomputed):
 def remember_buffers(
     modules: tuple[torch.nn.Module, ...], before: dict[Place, torch.Tensor], constant: set[Place]
 ) -> Iterator[None]:
-    """Around a first pass: remember what the buffers that it changes were before, so that they change once in two passes.
+    """A context for a first pass that remembers the values of the buffers that the pass changes, as they were before it.
 
-    Running statistics of normalisation layers, the vectors of spectral norm, a codebook: the recomputation starts from
-    the values that the first pass started from, so that it computes the same, and its changes are thrown away. Without
-    this BatchNorm's running statistics are updated twice and gradients do not show it (pytorch issue 96136).
+    Such buffers are running statistics of normalisation layers, the vectors of spectral norm, a codebook. The recomputation
+    starts from the same values as the first pass, so it computes the same, and its changes are thrown away. Otherwise
+    BatchNorm's running statistics would be updated twice, which gradients do not show (pytorch issue 96136).
 
     Args:
+        before: is filled: buffer -> its value before the pass.
         constant: buffers that passes were seen to leave alone, such as masks; these are not copied. It is kept up to date.
     """
     originals = [(place, buffer, buffer._version) for place, buffer in buffers_of(modules).items()]
@@ -230,13 +234,13 @@ def remember_buffers(
 
 
 def buffers_of(modules: tuple[torch.nn.Module, ...]) -> dict[Place, torch.Tensor]:
-    """Every buffer of the modules and of those inside them."""
+    """Every buffer of the modules and of their submodules."""
     return {(m, name): b for root in modules for m in root.modules() for name, b in m._buffers.items() if b is not None}
 
 
 @contextmanager
 def copies_stand_in(buffers: Mapping[Place, torch.Tensor]) -> Iterator[None]:
-    """Copies of the given values stand in for buffers; the present buffers come back afterwards."""
+    """A context in which copies of the given values replace buffers; afterwards the original buffers are back."""
     present = {place: _buffer(place) for place in buffers}
     for (module, name), value in buffers.items():
         module._buffers[name] = value.clone()
@@ -254,9 +258,10 @@ def _within(outer: AbstractContextManager[Any], inner: AbstractContextManager[An
 
 
 class _EachTime(ExitStack):
-    """Makes a new context whenever it is entered: checkpoint has one object for all recomputations of a forward pass.
+    """Makes a new context whenever it is entered, since checkpoint uses one object for all recomputations of a forward pass.
 
-    There are several where the loss takes derivatives itself, before the backward pass. What was kept is used up by the first.
+    A pass is recomputed several times where the loss takes derivatives itself, before the backward pass. The first recomputation
+    uses up what was kept.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]], first: AbstractContextManager[Any]) -> None:
@@ -272,7 +277,7 @@ class _EachTime(ExitStack):
 
 
 def _may_be_statistics(buffer: torch.Tensor) -> bool:
-    """Batch normalisation writes its running statistics without counting up their version."""
+    """Whether a buffer may be running statistics, which batch normalisation changes without counting up their version."""
     return buffer.dim() == 1 and buffer.is_floating_point()
 
 

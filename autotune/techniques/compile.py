@@ -1,4 +1,4 @@
-"""`torch.compile`: the model's repeated blocks, or the model as a whole, as fused kernels made for its shapes."""
+"""`torch.compile`: the model's repeated blocks, or the whole model, become fused kernels made for their shapes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 BACKEND = "inductor"
 _GRAPHS = "reduce-overhead"
-_SETUP_S = {"default": 90.0, _GRAPHS: 90.0, "max-autotune-no-cudagraphs": 300.0}  # choice -> of an unknown model
-# of a known one, on one core; seen there: 43 s with 7 layers, and, beside other work, 81 to 170 s with 18 to 46
+_SETUP_S = {"default": 90.0, _GRAPHS: 90.0, "max-autotune-no-cudagraphs": 300.0}  # of an unknown model
+# of a known model, on one core; 43 s were seen with 7 layers, and, beside other work, 81 to 170 s with 18 to 46
 _FIXED_S, _LAYER_S = 20.0, 2.0
 
 
 class Compile(Technique):
-    """`torch.compile` of each repeated block, one compilation for all that are alike, else of the whole model.
+    """`torch.compile` of the repeated blocks, with one compilation for equal blocks, or else of the whole model.
 
     Only the instances' `forward` is replaced: classes, parameter names and the state dict stay as they are. Recomputation
     wraps the compiled forward.
@@ -39,8 +39,8 @@ class Compile(Technique):
     applies = "GPUs from compute capability 7.0; CPUs with a C++ compiler (`default`). Unasked where a tenth of the budget will do"
     off = "off"
     phase = Phase.MODEL
-    reaches_into_step = False  # a compiled block is called as it was before, by whatever step
-    order = 25  # what is recomputed is the compiled block
+    reaches_into_step = False  # any step calls a compiled block as it did before
+    order = 25  # before checkpoint_segments, so that the compiled block is recomputed
     untraced = "what compiled code keeps for the backward pass is decided when it is compiled"
     likely = ("default",)
     frameworks = words(
@@ -79,7 +79,7 @@ class Compile(Technique):
         return ""
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Fewer passes over memory, fewer launches; kernels that are compiled take memory of their own."""
+        """Compiled code passes over memory and launches kernels less often; its kernels take memory of their own."""
         return Expectation(
             compute=Factor(typical=0.88, spread=1.2),
             launch=Factor(typical=0.4 if choice == _GRAPHS else 0.7, spread=1.6),
@@ -89,7 +89,7 @@ class Compile(Technique):
         )
 
     def support(self, setting: Setting) -> Support:
-        """What the device's compiler can do, at the price of compiling it."""
+        """The modes that the device's compiler has, each optional for the seconds that compiling the model takes."""
         if reason := setting.device.why_not_compiled():
             return Support(choices=("off",), reason=reason)
         possible = tuple(_SETUP_S) if setting.device.capabilities.triton else ("default",)
@@ -108,7 +108,7 @@ class Compile(Technique):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the limit of compilations back. What nobody has imported yet, which takes seconds, has no limit to keep."""
+        """Restore the limit of compilations. If Dynamo was not imported before, which takes seconds, there is none to restore."""
         config: Any = sys.modules.get("torch._dynamo.config")
         before = config and config.cache_size_limit
         try:
@@ -119,13 +119,13 @@ class Compile(Technique):
 
 
 def compile_forward(model: torch.nn.Module, mode: str, modules: Sequence[str]) -> None:
-    """Replace the forward of modules, by their names; those that are alike share a compilation."""
+    """Replace the forward of modules, by their names; equal modules share a compilation."""
     if mode == _GRAPHS:  # gradients lie in the graphs' own memory, which the next micro batch overwrites
         for parameter in {p for name in modules for p in model.get_submodule(name).parameters() if p.requires_grad}:
             parameter.register_hook(torch.clone)
     compiled: dict[Any, Any] = {}
     limits = torch._dynamo.config
-    # Blocks that print the same may still differ in what they compute, and past the limit would not be compiled.
+    # Blocks that print alike may still differ in what they compute; past the limit they would not be compiled.
     limits.cache_size_limit = max(limits.cache_size_limit, 4 * len(modules))
     for name in modules:
         module: Any = model.get_submodule(name)
@@ -145,7 +145,7 @@ class _Compiled(Forward):
 
 
 def _regions(task: Task, model: torch.nn.Module, *, recomputed: bool = False) -> list[torch.nn.Module]:
-    """The blocks that repeat or are recomputed; the model itself where there are none. A replaced forward stays as it is."""
+    """The blocks that repeat or are recomputed, else the model itself; without modules whose forward was replaced already."""
     try:
         blocks = blocks_of(task, model).larger
     except UnsupportedError:
@@ -156,20 +156,20 @@ def _regions(task: Task, model: torch.nn.Module, *, recomputed: bool = False) ->
 
 
 def _num_layers(modules: Iterable[torch.nn.Module]) -> int:
-    """Modules without others inside, of which each makes operators for the compiler."""
+    """Number of modules without submodules, each of which makes operators for the compiler."""
     return sum(next(part.children(), None) is None for module in modules for part in module.modules())
 
 
 def _kind(module: torch.nn.Module) -> tuple[str, ...]:
-    """What two modules have in common that one compilation serves: everything that they print, parameters' types included."""
+    """A key that is equal for modules that one compilation serves: all that they print, and their parameters' shapes and types."""
     parameters = (f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in module.named_parameters())
     return (f"{type(module).__module__}.{module!r}", *parameters)
 
 
 def _own_copy(function: Any) -> Any:
-    """The function with a code object of its own, by which the compiler counts and finds what it has compiled.
+    """The function with its own code object, by which the compiler counts and finds what it has compiled.
 
-    Else blocks that differ share a limit of few compilations, and the rest of them would silently not be compiled.
+    Otherwise different blocks would share a small limit of compilations, and blocks beyond it would silently not be compiled.
     """
     if not isinstance(function, FunctionType):
         return function
@@ -180,6 +180,6 @@ def _own_copy(function: Any) -> Any:
 
 
 def _begin_step(batch: Any) -> Any:
-    """Tell CUDA graphs that what the step before returned may be overwritten."""
+    """Tell CUDA graphs that they may overwrite what they returned in the previous step."""
     torch.compiler.cudagraph_mark_step_begin()
     return batch

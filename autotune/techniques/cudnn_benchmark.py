@@ -19,7 +19,7 @@ class CudnnBenchmark(Switch):
     applies = "convolutions on a GPU"
     phase = Phase.PROCESS
     order = 20
-    # Faster where cuDNN's guess was poor. The workspaces of the fastest kernels cannot be foreseen.
+    # Faster where cuDNN's own guess is poor. The workspaces of the fastest kernels cannot be foreseen.
     expected = Expectation(compute=Factor(typical=0.95, spread=1.12), untraced=Factor(spread=3.0))
     keeps_random_masks = True
     likely = (True,)

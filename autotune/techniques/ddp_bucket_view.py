@@ -8,7 +8,7 @@ from autotune.techniques.spread_option import SpreadOption
 
 
 class DdpBucketView(SpreadOption, Switch):
-    """`gradient_as_bucket_view=True`: gradients are views into DDP's buckets, not copies of what lies there."""
+    """`gradient_as_bucket_view=True`: gradients are views into DDP's buckets, not separate tensors."""
 
     name = "ddp_bucket_view"
     summary = "gradients are views into the buckets in which they are averaged: one copy of them less"

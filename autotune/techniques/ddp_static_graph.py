@@ -1,4 +1,4 @@
-"""The graph of the loss is the same in every step."""
+"""Tells DDP that the graph of the loss is the same in every step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune.techniques.spread_option import SpreadOption
 
 
 class DdpStaticGraph(SpreadOption, Switch):
-    """`static_graph=True`: DDP learns in the first step which gradients come when. Where steps differ, they are wrong or it fails."""
+    """`static_graph=True`: DDP learns the order of gradients in the first step. If steps differ, gradients are wrong or training fails."""
 
     name = "ddp_static_graph"
     summary = "the order of gradients is learned once: less to look for in each step"
@@ -20,7 +20,7 @@ class DdpStaticGraph(SpreadOption, Switch):
         return "whether each step uses the same parameters is not known from a few of them"
 
     def conflict(self, config: Config) -> str:
-        """DDP puts the gradients of the first backward pass together, whether it is to or not."""
+        """DDP puts the gradients of the first backward pass together, even if more micro batches follow in the step."""
         several = (
             "DDP learns the order of gradients in a step of one micro batch" if config.accumulation_steps > 1 else ""
         )
@@ -28,4 +28,4 @@ class DdpStaticGraph(SpreadOption, Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["static_graph"] = True
-        build.one_micro_batch = "ddp_static_graph learns the order of gradients in a step of one"
+        build.one_micro_batch = "ddp_static_graph learns the order of gradients in a step of one micro batch"

@@ -1,4 +1,4 @@
-"""The next batch is copied to the GPU, on a stream of its own, while the present one is trained on."""
+"""The next batch is copied to the GPU, on its own stream, while the current one is trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DevicePrefetch(Switch):
     applies = "with a dataset, without accumulation, on a GPU"
     phase = Phase.LOADER
     order = 25
-    # Training waits less for the copy; one batch more is on the device.
+    # Training waits less for the copy, and one more batch is on the device.
     expected = Expectation(
         launch=Factor(typical=0.97, spread=1.05), data=Factor(typical=0.9, spread=1.15), untraced=Factor(spread=1.2)
     )
@@ -43,7 +43,7 @@ class DevicePrefetch(Switch):
 
 
 def ahead(copier: Copier, batches: Iterator[Any]) -> Iterator[Any]:
-    """Each batch on the device; the copy of the next one has begun when it is yielded."""
+    """Yield each batch on the device, after the copy of the next one has begun."""
     coming: list[Callable[[], Any]] = []
     for batch in batches:
         coming.append(copier.begin(batch))
@@ -54,14 +54,14 @@ def ahead(copier: Copier, batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class Copier:
-    """Copies batches to a device; to a GPU on a stream of its own, beside what it computes."""
+    """Copies batches to a device; to a GPU on its own stream, while the GPU computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, batch: Any) -> Callable[[], Any]:
-        """Begin to copy a batch. What is returned gives the copy, for the work that is queued after it."""
+        """Begin to copy a batch. The returned function gives the copy; work that is queued after its call waits for it."""
         from autotune.task.batches import to_device
 
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
@@ -73,14 +73,14 @@ class Copier:
                 present = torch.cuda.current_stream(self.device)
                 present.wait_event(done)
                 for tensor in memory_on(self.device.type, copied):
-                    tensor.record_stream(present)  # else its memory could be given away while the step still reads it
+                    tensor.record_stream(present)  # else its memory could be reused while the step still reads it
             return copied
 
         return arrive
 
 
 def memory_on(kind: str, batch: Any) -> Iterator[torch.Tensor]:
-    """The strided tensors of a batch on that kind of device, those inside sparse and jagged ones included."""
+    """The strided tensors of a batch on this kind of device, also those inside sparse and jagged ones."""
     from autotune.task.batches import strided_parts, tensors
 
     for tensor in tensors(batch):

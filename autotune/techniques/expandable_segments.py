@@ -11,7 +11,7 @@ from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, words
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is the name before torch 2.9
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its name before torch 2.9
 _ON = "expandable_segments:True"
 _NO_ALLOCATOR = "the CUDA allocator works on NVIDIA GPUs only"
 
@@ -19,8 +19,8 @@ _NO_ALLOCATOR = "the CUDA allocator works on NVIDIA GPUs only"
 class ExpandableSegments(Switch):
     """`expandable_segments` of torch's CUDA allocator, for the whole process.
 
-    The allocator reads the setting whenever it needs a new segment. So it is set when a session is prepared, also where
-    CUDA is initialised already; the environment variable would be read too early.
+    The allocator reads the setting whenever it needs a new segment. So it can be set when a session is prepared, even after CUDA is
+    initialised; the environment variable would be read too early.
     """
 
     name = "expandable_segments"
@@ -59,7 +59,7 @@ class ExpandableSegments(Switch):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the allocator's settings back. Before torch 2.9 they cannot be read, and last as long as the process."""
+        """Restore the allocator's settings. Before torch 2.9 they cannot be read, and so stay as long as the process."""
         before = _settings()
         try:
             yield
@@ -69,7 +69,7 @@ class ExpandableSegments(Switch):
 
 
 def _settings() -> str:
-    """What the allocator is set to; before torch 2.9 what the environment says."""
+    """The allocator's settings; before torch 2.9 those of the environment."""
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         return str(torch._C._accelerator_getAllocatorSettings())
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")

@@ -7,7 +7,7 @@ The names of the frameworks, which are the keys of `Technique.frameworks`:
 - `accelerate`: arguments of `accelerate.Accelerator`
 - `deepspeed`: sections of a `ds_config.json`
 - `dataloader`: arguments of `torch.utils.data.DataLoader`, which Lightning and Accelerate leave to the user
-- `loop`: a training loop that stays as it is: no words, but what can be switched on in its model and its optimizer
+- `loop`: a training loop that stays as it is. It has no words; its techniques act on the model, the optimizer or the process
 - `torch`: lines of a training script in plain torch, by their place in it; see `Lines`
 """
 
@@ -24,24 +24,24 @@ from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice
 
 TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
 DEEPSPEED, DATALOADER, LOOP, TORCH = "deepspeed", "dataloader", "loop", "torch"
-# a search can keep to what these can say
+# `--frameworks` limits a search to what one of these can express
 FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER, LOOP)
 
 
 class At(StrEnum):
-    """A place in a training script. `DEVICE`, `model`, `optimizer`, `dataset` are there from the second, fourth, fifth, sixth on."""
+    """A place in a script. From PROCESS on there is `DEVICE`, from MODEL `model`, from OPTIMIZER `optimizer`, from LOADER `dataset`."""
 
     ENVIRONMENT = "environment"  # before torch is imported
     PROCESS = "process"  # before the model is built
     BUILD = "build"  # an argument of `build_model`
     MODEL = "model"  # the model is on its device
-    OPTIMIZER = "optimizer"  # it is made, and has no state
+    OPTIMIZER = "optimizer"  # the optimizer is made, and has no state
     LOADER = "loader"  # arguments of the data loader
-    BATCHES = "batches"  # an iterator in the place of `batches`, the loader's
+    BATCHES = "batches"  # an iterator that replaces the loader's, `batches`
     STEP = "step"  # a context around an optimizer step
     BATCH = "batch"  # `batch`, a micro batch, is on the device
     FORWARD = "forward"  # a context around a forward pass
-    SCALER = "scaler"  # of the loss
+    SCALER = "scaler"  # the gradient scaler
 
 
 class Words(ABC):
@@ -52,12 +52,12 @@ class Words(ABC):
         """The arguments for a choice; None where the framework has no words for it."""
 
     def read(self, arguments: Mapping[str, Any]) -> Choice | None:
-        """The choice that arguments make; None where they do not say, as in a loop, which is not seen."""
+        """The choice that arguments stand for; None where they do not say, as for a loop, which cannot be read."""
         return None
 
 
 def words(**by_framework: Words) -> Mapping[str, Words]:
-    """What frameworks call a technique, by the names above."""
+    """What frameworks call a technique, by the frameworks' names in the module's docstring."""
     return by_framework
 
 
@@ -77,7 +77,7 @@ class Table(Words):
         return None if choice not in self.arguments else dict(self.arguments[choice])
 
     def read(self, arguments: Mapping[str, Any]) -> Choice | None:
-        """The choice whose arguments are all there, the one with the most first; else what an alias says."""
+        """The choice whose arguments are all given, the one with the most arguments first; else an alias's choice."""
         most_first = sorted(self.arguments.items(), key=lambda item: -len(item[1]))
         aliases = [(choice, {name: value}) for (name, value), choice in (self.aliases or {}).items()]
         for choice, said in (*most_first, *aliases):
@@ -111,7 +111,7 @@ class Unsaid(Words):
     """Nothing has to be said: `apply` does it all to the model, the optimizer or the process.
 
     Attributes:
-        choices: for which that is so; None for all.
+        choices: the choices of which this is true; None for all.
     """
 
     choices: tuple[Choice, ...] | None = None
@@ -122,10 +122,10 @@ class Unsaid(Words):
 
 @dataclass(frozen=True)
 class Lines(Words):
-    """Each choice is the same lines of plain torch, which are not read back.
+    """Every choice has the same lines of plain torch, which are not read back.
 
-    What they name is brought along by name from the technique's own file, with what it needs in turn. `{choice}` stands for
-    the choice, `{places}` for what the technique wrote into `Build.places`, as keyword arguments.
+    Functions and classes that the lines name are copied from the technique's own file, with what these need in turn. `{choice}`
+    stands for the choice, `{places}` for what the technique wrote into `Build.places`, as keyword arguments.
 
     Attributes:
         lines: place in the script -> lines, an expression where the place takes one.
@@ -138,10 +138,10 @@ class Lines(Words):
         return {place: text.replace("{choice}", literal) for place, text in self.lines.items()}
 
 
-# The batch size of evaluation, which is no key of a config.
+# the batch size for evaluation, which is no key of a config
 EVAL_BATCH: Mapping[str, Argument] = {TRANSFORMERS: Argument("per_device_eval_batch_size")}
 
-# The batch plan's keys, which are no techniques.
+# the keys of the batch plan, which are no techniques
 BATCH: Mapping[str, Mapping[str, Argument]] = {
     BATCH_SIZE: {
         TRANSFORMERS: Argument("per_device_train_batch_size"),

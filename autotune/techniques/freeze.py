@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from autotune.task import Task
 
 _BLOCKS = re.compile(r"blocks:([1-9]\d*)")
-_PARTS = 4  # in which the chain of blocks is offered, where the task names nothing: each ranking takes time of its own
+_PARTS = 4  # the chain of blocks is offered in so many parts where the task names none: each ranking takes a search
 
 
 class _LinesForNames(Lines):
-    """For what names parts of the model; which the first blocks are, only the model says."""
+    """Lines for choices that name parts of the model; `blocks:N` has none, since only the model tells which blocks are first."""
 
     def write(self, choice: Choice) -> dict[str, Any] | None:
         return None if _BLOCKS.search(str(choice)) else super().write(choice)
@@ -33,12 +33,12 @@ class _LinesForNames(Lines):
 class Freeze(Partition):
     """`requires_grad_(False)` on a part of the model when it is built, and nothing else.
 
-    A frozen parameter gets no gradient, and so no optimizer state: an optimizer over all parameters skips what has no
-    gradient. Modes stay as they are: frozen dropout drops, frozen batch normalisation uses the statistics of the batch and
-    goes on updating its running ones. A parameter that something outside the part shares is trained on.
+    A frozen parameter gets no gradient, and so no optimizer state: an optimizer over all parameters skips those without a
+    gradient. Modes stay as they are: frozen dropout drops, and frozen batch normalisation uses the statistics of the batch and
+    goes on updating its running ones. A parameter that is shared with a module outside the part goes on being trained.
 
-    A choice is the name of a module or parameter, or several with `+` between them. `blocks:3` stands for the first three
-    blocks of the model's chain and what it registers before them (an embedding, a stem).
+    A choice is the name of a module or parameter, or several names joined by `+`. `blocks:3` stands for the first three
+    blocks of the model's chain and what the model registers before them (an embedding, a stem).
     """
 
     name = "freeze"
@@ -56,7 +56,7 @@ class Freeze(Partition):
         return f"{what} frozen"
 
     def support(self, setting: Setting) -> Support:
-        """What the task names, else up to four leading parts of its chain of blocks."""
+        """The parts that the task names, else up to four leading parts of the model's chain of blocks."""
         own = setting.baseline[self.name]
         offered: list[Choice] = [self.off]
         refused = []
@@ -77,7 +77,7 @@ class Freeze(Partition):
         )
 
     def narrow(self, task: Task, choice: Choice) -> Task:
-        """The task whose models are built with that part frozen."""
+        """The task whose models are built with the part frozen."""
         build_model = task.build_model
 
         def build_frozen(*variant: str) -> torch.nn.Module:
@@ -94,8 +94,8 @@ def _frozen(task: Task, model: torch.nn.Module, choice: str) -> list[torch.nn.Pa
     """The parameters that a choice freezes.
 
     Raises:
-        ConfigError: the model has nothing of that name.
-        UnsupportedError: it has no chain of blocks.
+        ConfigError: the model has no part of that name.
+        UnsupportedError: the model has no chain of blocks.
     """
     names: list[str] = []
     for part in choice.split("+"):
@@ -110,14 +110,14 @@ def _frozen(task: Task, model: torch.nn.Module, choice: str) -> list[torch.nn.Pa
 
 
 def freeze(model: torch.nn.Module, choice: str) -> None:
-    """Do not train parts of a model, by their names with `+` between them."""
+    """Freeze parts of a model, by their names joined by `+`."""
     for parameter in _only_in(model, choice.split("+")):
         parameter.requires_grad_(False)
 
 
 def _only_in(model: torch.nn.Module, names: Sequence[str]) -> list[torch.nn.Parameter]:
-    """The parameters in some parts of a model that nothing outside them shares."""
-    parameters = list(model.named_parameters(remove_duplicate=False))  # a shared one under each of its names
+    """The parameters of some parts of a model, without those shared with modules outside these parts."""
+    parameters = list(model.named_parameters(remove_duplicate=False))  # a shared parameter under each of its names
     is_inside = _inside(names)
     shared = {id(parameter) for name, parameter in parameters if not is_inside(name)}
     return [parameter for name, parameter in parameters if is_inside(name) and id(parameter) not in shared]
@@ -142,17 +142,17 @@ def _leading_parts(setting: Setting) -> Sequence[str]:
     """Up to four leading parts of the chain of blocks.
 
     Raises:
-        UnsupportedError: there is no chain, or something that is registered before it runs after its first block.
+        UnsupportedError: there is no chain, or a module that is registered before it runs after its first block.
     """
     blocks = blocks_of(setting.task, setting.model).blocks
     before = list(itertools.takewhile(lambda module: module is not blocks[0], setting.model.modules()))
-    owners = [m for m in before if m._parameters and m is not setting.model]  # all others run inside the whole model
+    owners = [m for m in before if m._parameters and m is not setting.model]  # the model itself runs around all others
     if blocks[0] not in (ran := setting.run_order([*owners, blocks[0]])):
         raise UnsupportedError("the model does not call its blocks as modules; FREEZE can name parts of it")
     if late := [module for module in ran[ran.index(blocks[0]) :] if module in owners]:
         name = next(name for name, module in setting.model.named_modules() if module is late[0])
         raise UnsupportedError(
-            f"{name} is registered before the blocks and runs after them; FREEZE can name what leads"
+            f"{name} is registered before the blocks but runs after them; FREEZE can name the parts to freeze"
         )
     numbers = sorted({-(-len(blocks) * part // _PARTS) for part in range(1, _PARTS + 1)})
     return [f"blocks:{number}" for number in numbers]

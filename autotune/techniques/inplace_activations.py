@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 
-# Modules whose backward pass in place needs their result only. The others of torch (SiLU, Mish, Hardtanh) keep a copy of
+# Modules whose backward pass, when in place, needs only their result. torch's others (SiLU, Mish, Hardtanh) keep a copy of
 # their input instead, and save nothing (tools/autograd/derivatives.yaml).
 _FUNCTIONS = ("ReLU", "LeakyReLU", "ELU", "SELU", "CELU")
 _NUM_SAMPLES = 2
-_NUM_PASSES = 5  # they miss a branch that a third of all passes take in 13 % of cases
+_NUM_PASSES = 5  # a branch that a third of all passes take is missed with a probability of 13 %
 
 
 class InplaceActivations(Switch):
     """`inplace = True` while a module trains, module by module.
 
-    A module whose input is read later would make training silently wrong, or an error. So each config finds out by
-    itself, in a few passes of two samples with its other techniques, which inputs are used again. Those passes change
+    If a module overwrote an input that is read later, training would be silently wrong, or fail. So each config finds out for
+    itself, in a few passes of two samples with its other techniques, which inputs are used again. These passes change
     neither buffers nor random states. One pass of fake tensors finds the same modules. Evaluation, and whatever runs without
     gradients, overwrites nothing.
 
-    Only what those passes do is seen. A branch that training takes too seldom to be among them, a forward hook that is
+    Only what these passes do is seen. A branch that training takes too seldom to occur in them, a forward hook that is
     added later, and a read that is no operator of torch (`h.detach().numpy()`) may find an input overwritten.
     """
 
@@ -41,11 +41,11 @@ class InplaceActivations(Switch):
     summary = "activation functions overwrite their input where it is not needed again: less memory"
     applies = "modules `ReLU`, `LeakyReLU`, `ELU`, `SELU`, `CELU`, each where training passes show it safe"
     phase = Phase.MODEL
-    # What is recomputed, and so reads its input again, is known then. What waits in host memory is not moved yet: the
-    # backward pass would read the copy, and the tensor, which is still being copied, would seem free to be overwritten.
+    # After the techniques that recompute blocks, which then read their inputs again. Before activation_offload: the backward
+    # pass would read the copy, so the tensor would seem free to be overwritten while it is still being copied.
     order = 38
     leanest = (True,)
-    # Less memory in nearly the same time. `ReLU` needs its result only, in place or not; of the others one tensor less is kept.
+    # Less memory in nearly the same time. `ReLU` keeps only its result even out of place; the others keep one tensor less.
     expected = Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
     keeps_random_masks = True
     frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "overwrite_inputs(model, {places})"}))
@@ -54,7 +54,7 @@ class InplaceActivations(Switch):
         return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
 
     def why_not(self, setting: Setting) -> str:
-        """It applies where at least one module may overwrite its input, and training so raises no error."""
+        """It applies where at least one module may overwrite its input, and a training pass in which it does raises no error."""
         safe = _safe(setting.task, setting.model, [setting.fresh_batch() for _ in range(_NUM_PASSES)])
         if not safe:
             return _why_none(setting.model)
@@ -68,11 +68,11 @@ class InplaceActivations(Switch):
         return ""
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Switch the safe modules on."""
+        """Let the safe modules overwrite their input."""
         with keep_randomness(build.device.torch_device):
             try:
                 safe = _safe_in(build, min(_NUM_SAMPLES, build.config.batch_size))
-            except Exception:  # so few samples may be an error
+            except Exception:  # user code may fail with so few samples
                 safe = _safe_in(build, build.config.batch_size)
         if not safe:
             raise UnsupportedError(f"inplace_activations: {_why_none(build.model)}")
@@ -80,7 +80,7 @@ class InplaceActivations(Switch):
 
 
 def overwrite_inputs(model: torch.nn.Module, modules: Sequence[str]) -> None:
-    """Switch modules on, by their names."""
+    """Let modules, by their names, overwrite their input while they train."""
     for name in modules:
         module: Any = model.get_submodule(name)
         module.inplace = True
@@ -95,7 +95,7 @@ def _candidates(model: torch.nn.Module) -> list[Any]:
 
 
 def _only_in_training(module: Any, args: Any) -> None:
-    """Before a call. Evaluation may use the input again, and has nothing to save."""
+    """A hook before each call: evaluation may use the input again, and has no memory to save."""
     module.inplace = module.training and torch.is_grad_enabled()
 
 
@@ -111,8 +111,8 @@ def _safe_in(build: Build, num_samples: int) -> list[Any]:
 
     from autotune.task.batches import to_device
 
-    num_passes = 1 if detect_fake_mode() else _NUM_PASSES  # what torch draws at random steers no fake tensor's way
-    with _disable_current_modes():  # a batch is made for real, also where the model is traced on fake tensors
+    num_passes = 1 if detect_fake_mode() else _NUM_PASSES  # on fake tensors random draws cannot choose a branch
+    with _disable_current_modes():  # batches are real, even where the model is traced on fake tensors
         batches = [build.task.small_batch(num_samples) for _ in range(num_passes)]
     batches = [to_device(batch, build.device.torch_device) for batch in batches]
     for transform in build.batch_transforms:
@@ -121,7 +121,7 @@ def _safe_in(build: Build, num_samples: int) -> list[Any]:
 
 
 def _safe(task: Task, model: torch.nn.Module, batches: Sequence[Any], contexts: Contexts = ()) -> list[Any]:
-    """The modules that may overwrite their input, by what training passes of `batches` do, each with its own random draws."""
+    """The modules that may overwrite their input, as seen in a training pass for each of `batches`, with its own random draws."""
     from autotune.techniques.tensors.overwriting import find_overwritable
 
     def train() -> None:
@@ -135,7 +135,7 @@ def _safe(task: Task, model: torch.nn.Module, batches: Sequence[Any], contexts: 
 
 
 def _train(task: Task, model: torch.nn.Module, batch: Any, contexts: Contexts = ()) -> None:
-    """Forward and backward pass; without gradients, as where memory is short, forward alone."""
+    """Run a forward and a backward pass; only the forward pass where the loss has no gradient."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())

@@ -13,19 +13,19 @@ from autotune.task.samples import NUM_SAMPLED, is_stream, width
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
 from autotune.techniques.frameworks import At, Lines, Table, words
 
-_WINDOW = 50  # batches among which samples are put together by length, as in transformers' LengthGroupedSampler
+_WINDOW = 50  # samples of so many batches are grouped by length, as in transformers' LengthGroupedSampler
 
 
 class LengthBucketing(Switch):
-    """Samples in random order; of every fifty batches those of similar length share a batch.
+    """Samples in random order, except that within a window of fifty batches samples of similar length share a batch.
 
-    The batches of a window come in random order. So any stretch of training, such as the one that a probe times, has short
-    and long batches as the whole has.
+    The batches of a window come in random order. So any stretch of training, such as the one that a probe times, has as many
+    short and long batches as the whole.
 
     In the first epoch the training process itself reads each sample once more, for its length, whatever `num_workers` is.
-    The first batch waits until the first window is read. From then on the reading is spread evenly over the batches, so that
-    what a probe times has its share of it. A file that the dataset opens when it is first read, such as HDF5, is open
-    then before workers are forked, and they inherit its handle: such a dataset should open the file anew in each process.
+    The first batch waits until the first window is read. After that the reading is spread evenly over the batches, so that
+    a probe's timing contains its share of it. If the dataset opens a file at its first read (HDF5, say), the file is then open
+    before workers are forked, and they inherit its handle: such a dataset should open the file anew in each process.
     """
 
     name = "length_bucketing"
@@ -33,7 +33,7 @@ class LengthBucketing(Switch):
     applies = "if included: a dataset with samples of unequal length, which batches pad"
     phase = Phase.LOADER
     order = 50
-    # What padding took is saved, a few percent or most of it; the largest batch stays as it is.
+    # The time of padding is saved, a few percent or most of it; the largest batch stays as large.
     expected = Expectation(compute=Factor(typical=0.6, spread=1.8), data=Factor(spread=1.2))
     changes_learning = True
     keeps_random_masks = True
@@ -51,7 +51,7 @@ class LengthBucketing(Switch):
     )
 
     def is_redundant(self, config: Config) -> bool:
-        """A sample alone is not padded."""
+        """A batch of one sample has no padding."""
         return config.batch_size == 1
 
     def why_not(self, setting: Setting) -> str:
@@ -71,14 +71,14 @@ class LengthBucketing(Switch):
         return "samples take the same room in a batch" if lengths.quantiles[0] == lengths.quantiles[-1] else ""
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Replace the loader's order."""
+        """Replace the loader's order of samples."""
         build.loader_options["sampler"] = Buckets(build.task.dataset(), build.config.batch_size)
 
 
 class Buckets:
-    """Every position of a dataset once, in an order of which each `batch_size` in a row make a batch.
+    """A sampler: every position of a dataset once, so that each run of `batch_size` positions makes a batch of similar lengths.
 
-    The samples of the last, smaller batch are drawn at random. Lengths are read once.
+    The samples of the last, smaller batch are drawn at random. Each length is read once.
     """
 
     def __init__(self, dataset: Any, batch_size: int) -> None:

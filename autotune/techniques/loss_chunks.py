@@ -19,9 +19,9 @@ _FEWEST_CLASSES = 4096  # with fewer, the scores are no large part of what a mod
 
 
 class LossChunks(Switch):
-    """A large last layer gives scores that are computed when `cross_entropy` asks for them, in pieces.
+    """A large last layer returns scores that are not computed until `cross_entropy` needs them, and then in pieces.
 
-    The gradient is computed with the loss, so that nothing is computed twice and no piece outlives it.
+    Each piece's gradient is computed together with its loss, so that nothing is computed twice and no piece is kept.
     """
 
     name = "loss_chunks"
@@ -55,7 +55,7 @@ class LossChunks(Switch):
         return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
 
     def why_not(self, setting: Setting) -> str:
-        """It applies where the loss takes such a layer's scores as they are, cut or reshaped."""
+        """It applies where `cross_entropy` takes the scores of such a layer directly, at most cut or reshaped."""
         if not (heads := _heads(setting.model)):
             return f"no Linear layer has {_FEWEST_CLASSES} outputs or more"
         try:
@@ -70,7 +70,7 @@ class LossChunks(Switch):
         return "" if setting.device.capabilities.saving_pays else "on a CPU it saves memory, and no time"
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Replace the forward of the large layers, until one is seen whose scores the model needs as they are."""
+        """Replace the forward of the large layers. A layer whose scores the model needs as a whole gets its forward back."""
         places = build.acting_on(self.name, _heads(build.model))
         build.batch_transforms.append(compute_scores_in_pieces(build.model, **places))
 
@@ -86,8 +86,8 @@ def _heads(model: torch.nn.Module) -> list[Any]:
 def compute_scores_in_pieces(model: torch.nn.Module, modules: Sequence[str]) -> Callable[[Any], Any]:
     """Replace the forward of layers, by their names.
 
-    What is returned is called with every micro batch, which it returns. It gives layers inside the model their forward back,
-    between two micro batches: what is recomputed must stay the same.
+    The returned function is called with every micro batch, and returns it. It restores the forward of layers whose scores were needed
+    as a whole. It does so between two micro batches, because a recomputation must repeat the first pass.
     """
     heads = [model.get_submodule(name) for name in modules]
     uses = _replace(heads)

@@ -13,14 +13,14 @@ from autotune.techniques.amp import worth
 from autotune.techniques.frameworks import At, Lines, Table, Unsaid, words
 
 _TF32_CAPABILITY = (8, 0)
-WORTH = 1.05  # of fp32's rate
+WORTH = 1.05  # times fp32's rate
 
 
 class MatmulPrecision(Technique):
     """The precision of fp32 matrix products, for the whole process.
 
-    cuDNN's convolutions have a switch of their own, which is on by default: "plain fp32" is what torch does by default, TF32 in
-    convolutions included. Only a comparison of gradients switches it off (`autotune.probe.runs`).
+    cuDNN's convolutions have their own switch for TF32, which is on by default. "Plain fp32" means torch's default, and so TF32 in
+    convolutions; only a comparison of gradients switches that off (`autotune.probe.runs`).
     """
 
     name = "matmul_precision"
@@ -60,7 +60,7 @@ class MatmulPrecision(Technique):
         return f"TF32 gains nothing on this GPU ({found.figures})" if found and found.gain < WORTH else ""
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Not by `fp32_precision`: once that is set for one backend, the older getters raise, which inductor and Lightning read."""
+        """Set the precision, but not by `fp32_precision`: after that the older getters, which inductor and Lightning use, raise."""
         torch.set_float32_matmul_precision("high")
 
     @contextmanager
@@ -74,7 +74,7 @@ class MatmulPrecision(Technique):
 
 
 def _precision() -> str | None:
-    """`highest`, `high` or `medium`; None where the model file has set one backend's `fp32_precision`, so that nobody can ask."""
+    """`highest`, `high` or `medium`; None where the model file has set a backend's `fp32_precision`, after which the getter raises."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Worker processes that load data while the device computes, and what all techniques of data loading have in common."""
+"""Worker processes that load data while the device computes; and the base class of all techniques of data loading."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autotune.units import plural
 
 
 class LoaderOption(Technique):
-    """An option of `torch.utils.data.DataLoader`, for tasks with a dataset, passed on under the technique's name.
+    """An option of `torch.utils.data.DataLoader` with the technique's name, for tasks with a dataset.
 
     Attributes:
-        choices: where the task has a dataset.
-        needs_workers: DataLoader refuses it without worker processes.
+        choices: the choices for a task with a dataset.
+        needs_workers: whether DataLoader refuses the option without worker processes.
     """
 
     phase = Phase.LOADER
@@ -31,7 +31,7 @@ class LoaderOption(Technique):
         return "the task has no train_dataset, so nothing is loaded" if setting.task.dataset() is None else ""
 
     def is_redundant(self, config: Config) -> bool:
-        """Without workers it does nothing where it needs them."""
+        """An option that needs workers does nothing without them."""
         return self.needs_workers and config["num_workers"] == 0
 
     def apply(self, build: Build, choice: Choice) -> None:
@@ -51,7 +51,7 @@ class NumWorkers(LoaderOption):
     order = 10
     likely = (2, 1)
     choices = (0, 1)
-    # Workers hide the loading, unless they take the processors that train.
+    # Workers hide the loading, unless they take processors that training needs.
     expected = Expectation(compute=Factor(spread=1.05), data=Factor(typical=0.4, spread=2.0), state=Factor(spread=1.2))
     frameworks = words(
         transformers=Argument("dataloader_num_workers"),
@@ -86,8 +86,8 @@ class NumWorkers(LoaderOption):
 def start_method() -> str | None:
     """How workers are to be started: forked, or None where the user's code has chosen.
 
-    Other ways to start a process import the dataset's module by its name, and a model file has none: from Python 3.14 on
-    they are the default.
+    Other ways to start a process, which are the default from Python 3.14 on, import the dataset's module by its name, and a
+    model file has no such name.
     """
     chosen = multiprocessing.get_start_method(allow_none=True)
     return "fork" if chosen in (None, multiprocessing.get_all_start_methods()[0]) else None

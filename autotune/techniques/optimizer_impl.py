@@ -17,7 +17,7 @@ _FLAGS = {
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
 }
-# What the constructors of fused optimizers set besides the flags: GradScaler and the first step read them.
+# Attributes that the constructors of fused optimizers set besides the flags; GradScaler and the first step read them.
 _FUSED_MARKS = ("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused")
 
 
@@ -32,7 +32,7 @@ class OptimizerImpl(Technique):
     phase = Phase.OPTIMIZER
     order = 10
     keeps_random_masks = True
-    check_steps = 3  # its first step is the gradient's sign in many optimizers
+    check_steps = 3  # the first step of many optimizers depends on nothing but the gradient's sign
     likely = ("fused", "foreach")
     # TrainingArguments name optimizer and implementation in one word.
     said_of = "AdamW"
@@ -46,7 +46,7 @@ class OptimizerImpl(Technique):
         return f"{choice} optimizer" if choice == self.off else str(choice)
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """One kernel is faster than lists of tensors, and those than a loop. Lists take memory for their results."""
+        """One kernel is faster than lists of tensors, and lists are faster than a loop. Lists take memory for their results."""
         typical = {"fused": 0.6, "foreach": 0.8, "for-loop": 1.2}.get(str(choice), 1.0)
         return Expectation(
             compute=Factor(typical=0.99, spread=1.03),
@@ -55,7 +55,7 @@ class OptimizerImpl(Technique):
         )
 
     def support(self, setting: Setting) -> Support:
-        """The implementations that work on the parameters of `setting.optimizer` and that it does not use already."""
+        """The implementations that work on the parameters of `setting.optimizer`, without the one that it uses already."""
         optimizer = setting.optimizer
         if reason := _why_not(optimizer):
             return Support(choices=(self.off,), reason=reason)
@@ -79,7 +79,7 @@ def implement(optimizer: torch.optim.Optimizer, implementation: str) -> None:
     """Give one of torch's own optimizers, before its first step, another implementation.
 
     A second optimizer is built so that the class itself validates the flags and creates what depends on them (Adagrad's
-    initial state, the marks above); its parts then move into the first.
+    initial state, `_FUSED_MARKS`); its parts then move into the first.
     """
     fresh = _build(optimizer, optimizer.param_groups, implementation)
     for group, fresh_group in zip(optimizer.param_groups, fresh.param_groups, strict=True):
@@ -93,7 +93,7 @@ def implement(optimizer: torch.optim.Optimizer, implementation: str) -> None:
 
 
 def current_implementation(optimizer: torch.optim.Optimizer, *, foreach: bool) -> str:
-    """The implementation that the user built: by its flags, else foreach where the device has that, and for-loop."""
+    """The implementation of the user's optimizer: by its flags, else foreach where that is the device's default, else for-loop."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return "fused"

@@ -31,7 +31,7 @@ class OptimizerInBackward(Switch):
     order = 20
     untraced = "gradients that are freed in the backward pass are not traced"
     leanest = (True,)
-    # Gradients are a quarter of Adam's state; the update is as many kernels as there are parameters.
+    # Gradients are a quarter of an Adam model's state; the update takes as many kernels as there are parameters.
     expected = Expectation(
         compute=Factor(spread=1.03),
         update=Factor(typical=1.2, spread=1.6),
@@ -59,12 +59,12 @@ class OptimizerInBackward(Switch):
         """Hook the update to the parameters that the optimizer has."""
         if reason := _why_not(build.task, build.optimizer) or _why_not_in(build.world):
             raise UnsupportedError(f"optimizer_in_backward: {reason}")
-        build.one_micro_batch = "optimizer_in_backward updates the parameters in the backward pass of each"
+        build.one_micro_batch = "optimizer_in_backward updates the parameters in each backward pass"
         update_in_backward(build.optimizer)
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer on each parameter when its gradient is there, and drop that; its own step then finds none."""
+    """Step the optimizer on each parameter as soon as its gradient is there, and drop the gradient; a later step then finds none."""
     group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def update(parameter: torch.Tensor) -> None:
@@ -86,7 +86,7 @@ def _why_not_in(world: World) -> str:
 
 
 def _why_not(task: Task, optimizer: torch.optim.Optimizer) -> str:
-    """Optimizers that update each parameter by itself will do, where nothing needs all gradients."""
+    """Why not: an optimizer must update each parameter by itself, and nothing may need all gradients."""
     from autotune.techniques.tensors.copies import why_not_apart
 
     if reason := why_not_apart(optimizer):

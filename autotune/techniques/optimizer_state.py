@@ -1,4 +1,4 @@
-"""What the optimizer remembers of each parameter: in 8 or 4 bits a value, or in host memory."""
+"""Where and how the optimizer keeps its state: in 8 or 4 bits a value, or in host memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COMPILING_S = 90.0  # torchao compiles its step for each shape of a parameter: 
 
 
 class OptimizerState(Technique):
-    """The task's own optimizer steps by torchao's low-bit Adam and AdamW, or on the host, on copies of its parameters there.
+    """The task's own optimizer takes its steps by torchao's low-bit Adam or AdamW, or on host copies of its parameters.
 
-    Optimizer object, hooks and parameter groups (whose learning rate a scheduler sets) stay as they are. torchao leaves
-    the state of parameters with fewer than 4096 values as it is, and rounds a parameter in bf16 stochastically.
+    Optimizer object, hooks and parameter groups (whose learning rate a scheduler sets) stay as they are. torchao does not shorten
+    the state of parameters with fewer than 4096 values, and rounds parameters in bf16 stochastically.
     """
 
     name = "optimizer_state"
@@ -33,7 +33,7 @@ class OptimizerState(Technique):
     )
     off = "default"
     phase = Phase.OPTIMIZER
-    order = 30  # its way of stepping is the last word
+    order = 30  # last, since it replaces the step
     leanest = ("cpu", "4bit", "8bit")
     exact = False
     keeps_random_masks = True
@@ -55,9 +55,9 @@ class OptimizerState(Technique):
         return "optimizer on the CPU" if choice == "cpu" else f"{choice} optimizer state"
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """Of 16 bytes a parameter with its gradient and Adam's state in fp32, 8 are state; SGD has 4 or none.
+        """A parameter with its gradient and Adam's state takes 16 bytes in fp32, 8 of them for the state; SGD's state has 4 or none.
 
-        On a CPU the compiler's own memory counts, too: some 200 MiB were seen.
+        On a CPU the compiler's own memory counts, too: about 200 MiB were seen.
         """
         on_host = choice == "cpu"
         return Expectation(
@@ -69,12 +69,12 @@ class OptimizerState(Technique):
         )
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:
-        """A trace knows one device, and no compiled code."""
+        """A trace covers one device, and no compiled code."""
         what = "state on the host" if choice == "cpu" else "what torchao's compiled step holds"
         return f"{what} is not traced"
 
     def support(self, setting: Setting) -> Support:
-        """What the optimizer, the device and what is installed allow; all of it only if included."""
+        """The choices that the optimizer, the device and the installed packages allow; all only if included."""
         low_bit, on_host = _why_not_low_bit(setting.optimizer, setting.device), _why_not_on_host(setting.optimizer)
         if not low_bit and any(getattr(module, "sparse", False) is True for module in setting.model.modules()):
             low_bit = "torchao takes no sparse gradients, which an embedding of the model makes"
@@ -92,7 +92,7 @@ class OptimizerState(Technique):
         )
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Let the optimizer step in the chosen way; state is made in its first step."""
+        """Let the optimizer step in the chosen way; its first step creates the state."""
         optimizer = build.optimizer
         reason = _why_not_on_host(optimizer) if choice == "cpu" else _why_not_low_bit(optimizer, build.device)
         if reason:
@@ -111,7 +111,7 @@ def torchao(module: str) -> Any:
     """A module of torchao.
 
     Raises:
-        UnsupportedError: the installed release does not work with this torch, of which pip knows nothing.
+        UnsupportedError: the installed release does not work with this torch, which pip does not check.
     """
     try:
         return import_module(f"torchao.{module}")
@@ -121,14 +121,14 @@ def torchao(module: str) -> Any:
 
 
 def _low_bit_steps(optimizer: torch.optim.Optimizer, choice: str) -> Callable[[torch.optim.Optimizer], None]:
-    """Steps of torchao's optimizer on the groups and the state of another one."""
+    """A function that takes steps of torchao's optimizer with the groups and the state of `optimizer`."""
     decouples = optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     kind = getattr(torchao("optim"), f"Adam{'W' if decouples else ''}{choice}")
     lean = kind([dict(group) for group in optimizer.param_groups], bf16_stochastic_round=True)
 
     def update(own: torch.optim.Optimizer) -> None:
         lean.state = own.state
-        # it takes a rate as a tensor, so that another rate is not compiled anew
+        # it takes the learning rate as a tensor, so that another rate needs no new compilation
         lean.param_groups = [
             {**group, "lr": torch.as_tensor(group["lr"], dtype=torch.float32)} for group in own.param_groups
         ]

@@ -15,17 +15,17 @@ from autotune.techniques.frameworks import At, Table, words
 from autotune.techniques.optimizer_state import TORCHAO_MISSING, torchao
 
 _FP8_CAPABILITY = (8, 9)
-_FP8_MULTIPLE = 16  # of both sides of a matrix: what torch._scaled_mm takes
+_FP8_MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of this
 _AUTOCAST = "torch.autocast(DEVICE.type, torch.bfloat16)"
-EMULATED = False  # whether fp8 is rounded to and computed otherwise, which runs anywhere
+EMULATED = False  # whether values are only rounded to fp8 and computed in another type, which works on any device
 
 
 class ParamDtype(Technique):
     """Weights and their gradients in bf16, updated in fp32; or fp32 weights whose linear layers compute in fp8.
 
-    Both run under autocast to bf16, so that what the model makes in fp32 meets them. What has vectors alone stays in fp32
-    (normalisations and their statistics, scales), and so do embeddings with sparse gradients, of which few rows are updated.
-    The names of parameters stay. A checkpoint of the model has its weights in bf16.
+    Both run under autocast to bf16, so that tensors which the model makes in fp32 fit to them. Modules that have only vectors stay
+    in fp32 (normalisations and their statistics, scales), and so do embeddings with sparse gradients, which update few rows.
+    The names of parameters do not change. With `bf16`, a checkpoint of the model has its weights in bf16.
     """
 
     name = "param_dtype"
@@ -36,7 +36,7 @@ class ParamDtype(Technique):
     )
     off = "fp32"
     phase = Phase.OPTIMIZER
-    order = 5  # before anything is hooked to the parameters
+    order = 5  # before other techniques hook something to the parameters
     untraced = "parameters that change their type after the optimizer is built are not traced"
     leanest = ("bf16",)
     exact = False
@@ -58,11 +58,11 @@ class ParamDtype(Technique):
         return f"{choice} matrix products" if choice == "fp8" else f"{choice} parameters"
 
     def arithmetic(self, choice: Choice) -> str:
-        """bf16, also beside fp8: what is not a linear layer computes in it."""
+        """bf16, also for fp8, where everything but linear layers computes in bf16."""
         return FP32 if choice == self.off else BF16
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
-        """As autocast, without a second copy of the weights; the update converts portion by portion."""
+        """As with autocast, but without a second copy of the weights; the update converts them portion by portion."""
         fp8 = choice == "fp8"
         return Expectation(
             compute=Factor(typical=0.6 if fp8 else 0.7, spread=1.6 if fp8 else 1.4),
@@ -74,7 +74,7 @@ class ParamDtype(Technique):
         )
 
     def support(self, setting: Setting) -> Support:
-        """What the optimizer and the device allow, only if included. Nothing is run: short types may take minutes here."""
+        """The choices that optimizer and device allow, only if included. Nothing is tried: emulated types could take minutes."""
         refused = {choice: why for choice in ("bf16", "fp8") if (why := _why_not(choice, setting))}
         reasons = [f"{choice}: {why}" for choice, why in refused.items()]
         if len(refused) < len(self.choices) - 1:
@@ -90,7 +90,7 @@ class ParamDtype(Technique):
     def apply(self, build: Build, choice: Choice) -> None:
         if reason := _why_not(choice, build):
             raise UnsupportedError(f"param_dtype={choice}: {reason}")
-        kind = build.device.torch_device.type  # a GPU that is not here is played by the CPU
+        kind = build.device.torch_device.type  # the CPU stands in for a GPU that is not in this machine
         build.forward_contexts.append(partial(torch.autocast, kind, torch.bfloat16))
         if choice == "fp8":
             compute_in_fp8(build.model)
@@ -99,7 +99,7 @@ class ParamDtype(Technique):
 
 
 def keep_weights_in_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Convert the weights, and let the optimizer step on their values in fp32."""
+    """Convert the weights to bf16, and let the optimizer step on their values in fp32."""
     from autotune.techniques.tensors.copies import CopySteps, take_steps_by
 
     for parameter in _weights(model):
@@ -109,7 +109,7 @@ def keep_weights_in_bf16(model: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def _weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What is in fp32 and has, or stands beside, a matrix."""
+    """The fp32 parameters of modules that have a matrix, without those with sparse gradients."""
     found: dict[torch.nn.Parameter, None] = {}
     sparse: set[torch.nn.Parameter] = set()
     for module in model.modules():
@@ -129,7 +129,7 @@ def _linear_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def compute_in_fp8(model: torch.nn.Module) -> None:
-    """Replace the layers' forward by that of torchao's layer, which computes with the same parameters."""
+    """Replace the forward of linear layers by that of torchao's layer, which computes with the same parameters."""
     config = torchao("float8").Float8LinearConfig(emulate=EMULATED, pad_inner_dim=True)
     in_fp8 = torchao("float8.float8_linear").Float8Linear
     for layer in _linear_layers(model):

@@ -21,7 +21,7 @@ class PrefetchFactor(LoaderOption):
     order = 40
     expected = Expectation(data=Factor(typical=0.97, spread=1.1))  # helps where samples take unequally long
     needs_workers = True
-    # Both refuse a number without workers, so torch's own default is left unset.
+    # Both frameworks refuse a number without workers, so torch's own default is left unset.
     frameworks = words(
         transformers=Argument("dataloader_prefetch_factor", unset=2),
         dataloader=Argument("prefetch_factor", unset=2),

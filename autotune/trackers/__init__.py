@@ -1,6 +1,6 @@
-"""Trackers: listeners that keep each probe, and the answer, where somebody keeps their other experiments.
+"""Trackers: listeners that write each probe, and the answer, to the place where a user keeps other experiments.
 
-One file a tracker; entry points of other packages bring more.
+Each tracker is a file; other packages add theirs through entry points.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FIGURES = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "step_s"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A search begins. `facts`: task, device, objective, memory limit and the like."""
+    """The beginning of a search. `facts` are its device, objective, memory limit and the like."""
 
     study: str
     task: str
@@ -34,10 +34,10 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A probe ended.
+    """A probe that has ended.
 
     Attributes:
-        number: of the probe, in the study.
+        number: the probe's number in the study.
         config: the whole config dict.
         figures: `samples_per_s` with its interval, `step_s`, `peak_bytes`, as far as they were measured; `wall_s`, `feasible`
             (1 or 0).
@@ -56,7 +56,7 @@ class Answer:
 
     Attributes:
         figures: `samples_per_s`, `peak_bytes`, `speedup` with its interval as far as it is known, `probes`, `wall_s`.
-        facts: `verdict`, and what it is about.
+        facts: `verdict`, `limit` (the resource that limits the speed) and `warnings`.
     """
 
     config: dict[str, Choice]
@@ -65,16 +65,16 @@ class Answer:
 
 
 class Tracker(Listener):
-    """Keeps the points of a search somewhere, on a thread of its own: a server that is slow, or gone, does not hold a search up.
+    """Writes the points of a search somewhere. It does so on its own thread, so that a slow or absent server does not delay the search.
 
-    `begin` comes first, then `point` after each probe, `answer` and, however the search ended, `finish`. `autotune search --track NAME`
-    exists because its file is there; another package offers one as an entry point in the group `autotune.trackers`.
+    `begin` is called first, then `point` after each probe, `answer` and, however the search ended, `finish`. `autotune search --track NAME`
+    finds a tracker by its file in this package; another package offers one as an entry point in the group `autotune.trackers`.
 
     Attributes:
         name: the NAME of `--track NAME[:WHERE]`.
         summary: one line for the help.
-        package: what it imports.
-        install: what pip calls that.
+        package: the package that it imports.
+        install: pip's name for that package.
     """
 
     name: ClassVar[str]
@@ -86,7 +86,7 @@ class Tracker(Listener):
         self.where = where
 
     def __enter__(self) -> Self:
-        """Begin.
+        """Start the tracker's thread.
 
         Raises:
             ConfigError: the tracker's package is not installed.
@@ -107,7 +107,7 @@ class Tracker(Listener):
         self._todo.shutdown()
 
     def on(self, event: Event) -> None:
-        """Pass an event on, if it is one of the three kinds that trackers keep."""
+        """Pass an event on to the thread, if it is one of the three kinds that trackers keep."""
         if isinstance(event, SearchStarted):
             self._began = True
             self._todo.submit(self._take, self.begin, _start(event))
@@ -117,7 +117,7 @@ class Tracker(Listener):
             self._todo.submit(self._take, self.answer, _answer(event))
 
     def _take(self, keep: Any, *what: Any) -> None:
-        """Keep something. After a failure, which is logged once, nothing more is kept."""
+        """Call `keep`, which writes something. After a failure, which is logged once, nothing more is written."""
         if self._failed:
             return
         try:
@@ -130,7 +130,7 @@ class Tracker(Listener):
 
     @abstractmethod
     def begin(self, start: Start) -> None:
-        """A search begins. Searches of other trainings of the same task begin after it; points then belong to those."""
+        """A search begins. It may come again, for a search that trains something else of the task; later points belong to that one."""
 
     @abstractmethod
     def point(self, point: Point) -> None:
@@ -150,7 +150,7 @@ def trackers() -> dict[str, type[Tracker]]:
     """Every tracker by its name.
 
     Raises:
-        ConfigError: another package's cannot be used.
+        ConfigError: a tracker of another package cannot be used.
     """
     found = plugins.find_plugins(__name__, Tracker, GROUP, ("name", "summary", "package", "install"))  # type: ignore[type-abstract]
     return {name: type(tracker) for name, tracker in found.items()}
@@ -160,7 +160,7 @@ def tracker(text: str) -> Tracker:
     """The tracker that `NAME` or `NAME:WHERE` stands for.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no tracker of that name.
     """
     name, _, where = text.partition(":")
     if name not in trackers():

@@ -1,4 +1,4 @@
-"""A search in MLflow: a run with the answer, and in it a run for each probe."""
+"""Tracks a search in MLflow: a run with the answer, and nested in it a run for each probe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autotune.records.config import Choice
 from autotune.records.outcome import Kind
 from autotune.trackers import Answer, Point, Start, Tracker
 
-_LONGEST = 500  # characters of a value, which every version of MLflow takes
+_LONGEST = 500  # every version of MLflow takes values of so many characters
 
 
 class MLflow(Tracker):
@@ -24,7 +24,7 @@ class MLflow(Tracker):
     _status = "KILLED"  # until there is an answer
 
     def begin(self, start: Start) -> None:
-        """A run for each study."""
+        """Create a run for the study."""
         from mlflow import MlflowClient
 
         self.finish()
@@ -36,7 +36,7 @@ class MLflow(Tracker):
         self._keep(self._run, start.facts, {}, {})
 
     def point(self, point: Point) -> None:
-        """A run inside that of the search."""
+        """Create a run nested in the search's."""
         run = self._client.create_run(
             self._experiment, run_name=f"probe {point.number}", tags={"mlflow.parentRunId": self._run}
         ).info.run_id
@@ -44,7 +44,7 @@ class MLflow(Tracker):
         self._client.set_terminated(run, status="FINISHED" if point.facts["outcome"] == Kind.OK else "FAILED")
 
     def answer(self, answer: Answer) -> None:
-        """Parameters, metrics and tags of the search's own run."""
+        """Write parameters, metrics and tags of the search's own run."""
         self._keep(self._run, answer.config, answer.figures, answer.facts)
         self._status = "FINISHED"
 

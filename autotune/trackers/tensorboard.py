@@ -1,4 +1,4 @@
-"""A search in TensorBoard: curves over the probes, a table of configs, and the answer as text."""
+"""Tracks a search in TensorBoard: curves over the probes, a table of configs, and the answer as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TensorBoard(Tracker):
     _writer: Any = None
 
     def begin(self, start: Start) -> None:
-        """A folder for each study."""
+        """Begin a folder for the study."""
         from tensorboardX import SummaryWriter
 
         self.finish()
@@ -27,7 +27,7 @@ class TensorBoard(Tracker):
         self._writer.add_text("search", _table(start.facts))
 
     def point(self, point: Point) -> None:
-        """Curves over the number of the probe, and a row of the table under HPARAMS."""
+        """Write a point of each curve, over the probe's number, and a row of the table under HPARAMS."""
         for name, figure in point.figures.items():
             self._writer.add_scalar(f"probe/{name}", figure, point.number)
         self._writer.add_text("probe/outcome", _table({**point.facts, **point.config}), point.number)
@@ -35,7 +35,7 @@ class TensorBoard(Tracker):
         self._writer.add_hparams({**point.config, **point.facts}, figures, name=f"probe-{point.number}")
 
     def answer(self, answer: Answer) -> None:
-        """Text, and figures of their own."""
+        """Write the answer as text, and its figures."""
         self._writer.add_text("answer", _table({**answer.facts, **answer.figures, **answer.config}))
         for name, figure in answer.figures.items():
             self._writer.add_scalar(f"answer/{name}", figure)
@@ -47,7 +47,7 @@ class TensorBoard(Tracker):
 
 
 def _table(cells: dict[str, Any]) -> str:
-    """Markdown. It is shown as HTML, so nothing in it may be taken for that."""
+    """A table in Markdown. It is shown as HTML, so HTML in the cells is escaped."""
     rows = (
         f"| {name} | {escape(' '.join(str(value).split())).replace('|', '&#124;')} |" for name, value in cells.items()
     )

@@ -1,4 +1,4 @@
-"""A search in Weights & Biases: one run, a step a probe, the answer as its summary."""
+"""Tracks a search in Weights & Biases: one run, with a step for each probe and the answer as its summary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autotune.trackers import Answer, Point, Start, Tracker
 
 
 class WandB(Tracker):
-    """WHERE is the project. W&B's own variables say the rest (`WANDB_MODE=offline`, `WANDB_ENTITY`, `WANDB_DIR`)."""
+    """WHERE is the project. W&B's own environment variables set the rest (`WANDB_MODE=offline`, `WANDB_ENTITY`, `WANDB_DIR`)."""
 
     name = "wandb"
     summary = "a run of Weights & Biases, in the project WHERE (default: autotune)"
@@ -17,7 +17,7 @@ class WandB(Tracker):
     _run: Any = None
 
     def begin(self, start: Start) -> None:
-        """A run for each study."""
+        """Begin a run for the study."""
         import wandb
 
         self.finish()
@@ -32,12 +32,12 @@ class WandB(Tracker):
         self._run.define_metric("*", step_metric="probe")
 
     def point(self, point: Point) -> None:
-        """A step, with the config's choices beside the figures."""
+        """Log a step, with the config's choices beside the figures."""
         config = {f"config/{name}": choice for name, choice in point.config.items()}
         self._run.log({"probe": point.number, **point.figures, **point.facts, **config})
 
     def answer(self, answer: Answer) -> None:
-        """The run's summary."""
+        """Write the run's summary."""
         self._run.summary.update({"answer": {"config": answer.config, **answer.figures, **answer.facts}})
 
     def finish(self) -> None:

@@ -227,7 +227,7 @@ def test_an_interval_that_tells_nothing_is_not_told(result: Result) -> None:
 def test_where_no_change_was_seen_by_itself_they_are_named_without_a_table(result: Result) -> None:
     unseen = tuple(replace(effect, num_pairs=0, speed_ratio=None, memory_ratio=None) for effect in result.effects)
     text = _flat(text_of(but(result, effects=unseen)))
-    assert "None was seen by itself: batch 16 -> batch 24, fp32 -> bf16, default optimizer -> fused." in text
+    assert "No change was measured alone: batch 16 -> batch 24, fp32 -> bf16, default optimizer -> fused." in text
 
 
 def test_the_answers_gain_is_the_same_everywhere(result: Result) -> None:

@@ -51,7 +51,7 @@ def test_the_json_holds_every_figure(monkeypatch):
 def test_what_was_measured_of_a_device_is_shown_with_the_way_to_measure_it_again(monkeypatch, tmp_path):
     install(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    assert "cpu was not measured yet as it is now: the first search measures it." in render_devices()
+    assert "cpu, as it is now, was not measured yet: the next search measures it." in render_devices()
     assert json.loads(render_devices(as_json=True))["devices"][0]["calibration"] is None
     rates = (
         Rate(work="matmul", arithmetic="fp32", sizes=(64, 512), flops_per_s=(8e10, 1e11)),

@@ -169,7 +169,7 @@ def test_of_studies_with_several_limits_the_last_that_was_searched_is_read_and_n
     read = load_study(tmp_path / "gpt.db")
     assert (read.name, read.others) == (second.study, (first.study,))
     (headline, *_) = study_sections(read)
-    assert f"with other memory limits, by --study NAME: {first.study}" in str(headline)
+    assert f"studies with other memory limits (--study NAME): {first.study}" in str(headline)
     third, _ = searched(tmp_path, memory_limit="500MiB")
     searched(tmp_path, memory_limit="1000MiB")
     read = load_study(tmp_path / "gpt.db")

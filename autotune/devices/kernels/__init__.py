@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 
 def _safe_softmax(args: tuple[Any, ...], result: Any) -> Scratch:
-    """Masks of the scores that are minus infinity and of the rows without others (a composite kernel: SoftMax.cpp)."""
+    """A mask of the scores that are minus infinity, and one of the rows with no other score (a composite kernel: SoftMax.cpp)."""
     scores, dim = args[:2]
     return Scratch(after=((scores.numel(), scores.numel() // max(1, scores.shape[dim])),))
 
@@ -29,7 +29,7 @@ def _losses(args: tuple[Any, ...], result: Any) -> Scratch:
 
 
 def _reduced_loss(args: tuple[Any, ...], result: Any) -> Storages:
-    """The mean or sum lies in a storage that was allocated for the loss of every element (likewise)."""
+    """The mean or sum lies in a storage that was allocated for the loss of every element (Loss.cpp)."""
     return [(result, _num_losses(args) * result.element_size())] if result.dim() == 0 else []
 
 

@@ -24,12 +24,12 @@ from autotune.devices.kernels.rules import (
 )
 
 _aten = torch.ops.aten
-# From an operator's arguments and its result: the most that it allocates beside the result. On a CPU the order does not matter.
+# (an operator's arguments, its result) -> the most bytes that it allocates beside the result. On a CPU the order does not matter.
 _Peak = Callable[[tuple[Any, ...], Any], int]
 
 _CHANNELS_PER_BLOCK = 16  # oneDNN's nChw16c, for float32
-_FEW_CHANNELS = 3  # inputs of so few channels are read as they are
-_TILES_BYTES = 64 * 2**10  # for AMX; that much at least
+_FEW_CHANNELS = 3  # inputs with at most so many channels are read without a copy
+_TILES_BYTES = 64 * 2**10  # for AMX, at least
 _PAGE_BYTES = 4096
 
 
@@ -42,7 +42,7 @@ def cpu_workspace(operator: Any) -> Workspace | None:
 
 
 def _casts(args: tuple[Any, ...], result: Any) -> int:
-    """Copies in the common type of operands of another one (TensorIterator::compute_types; CUDA's kernels convert as they read)."""
+    """Copies of operands that do not have the common type (TensorIterator::compute_types; CUDA's kernels convert as they read)."""
     operands = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 0]
     if len(operands) < 2:
         return 0
@@ -82,7 +82,7 @@ def _query_block(length: int) -> int:
 
 
 def _convolution(args: tuple[Any, ...], result: Any) -> int:
-    """Copies of input, weight and result in oneDNN's own layout; of a short type's result there are two."""
+    """Copies of input, weight and result in oneDNN's own layout; two copies of the result in a short type."""
     tensor, weight = args[:2]
     if not uses_onednn(tensor, weight, strides=args[3], dilations=args[5], groups=args[8]):
         return _columns(tensor, weight, result)
@@ -95,7 +95,7 @@ def _convolution(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
-    """The same for the gradient of the input (two copies where it has strides), and then for that of the weight beside it."""
+    """Such copies for the gradient of the input (two where there are strides), and then for the weight's gradient beside it."""
     gradient, tensor, weight = args[:3]
     wants_input, wants_weight = (bool(wanted) for wanted in args[10][:2])
     if not uses_onednn(tensor, weight, strides=args[4], dilations=args[6], groups=args[9]):
@@ -121,7 +121,7 @@ def _convolution_backward(args: tuple[Any, ...], result: Any) -> int:
 def uses_onednn(
     tensor: torch.Tensor, weight: torch.Tensor, *, strides: list[int], dilations: list[int], groups: int
 ) -> bool:
-    """ConvParams::use_mkldnn of Convolution.cpp: of float32, a single small sample and plain 1x1 convolutions on one thread are not."""
+    """ConvParams::use_mkldnn of Convolution.cpp: in float32 all convolutions but those of one small sample, or plain 1x1 on one thread."""
     if not torch.backends.mkldnn.is_available():
         return False
     if tensor.dtype is not torch.float32:
@@ -169,7 +169,7 @@ def _lstm(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _lstm_backward(args: tuple[Any, ...], result: Any) -> int:
-    """The same with weights and inputs in float32."""
+    """As for `_lstm`, with weights and inputs in float32."""
     size = 4 // int(args[0].element_size())
     weights = size * (size_bytes(args[1]) + size_bytes(args[2]))
     if size == 1:
@@ -193,7 +193,7 @@ def _lstm_results(args: tuple[Any, ...], result: Any) -> Storages:
     tensor, hidden = args[0], int(args[10])
     steps, samples, features = tensor.shape
     size = tensor.element_size()
-    rows = 2 * (steps + 1) * samples  # of the layer and of what is below it
+    rows = 2 * (steps + 1) * samples  # of the layer and of the one below it
     widest = max(features, hidden)
     state_bytes = rows * _leading_dimension(widest, size) * size
     arrays = (

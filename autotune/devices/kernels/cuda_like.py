@@ -1,12 +1,13 @@
 """Makes operators on CPU tensors allocate and keep memory as on a CUDA card, for runs on fake tensors.
 
-Fake tensors on `cuda` cannot run a backward pass where there is no card, so a run for a card is traced on fake `cpu` tensors. Three things
+Fake tensors on `cuda` cannot run a backward pass where there is no card, so a run for a card is traced on fake `cpu` tensors. Four things
 then differ from CUDA, and are changed here:
 
 - the lists by which autocast chooses an operator's type (`aten/src/ATen/autocast_mode.h`; documented under "CUDA Ops
-  that can autocast" of `torch.amp`). Which operators CUDA's lists name is asked of torch itself; here is how they are treated;
+  that can autocast" of `torch.amp`). torch itself says which operators CUDA's lists name; how these are treated stands here;
 - the kernel behind `scaled_dot_product_attention` (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`);
-- the kernel behind `dropout`, whose mask is of booleans on CUDA (`aten/src/ATen/native/Dropout.cpp`).
+- the kernel behind `dropout`, which makes a mask of booleans on CUDA (`aten/src/ATen/native/Dropout.cpp`);
+- the memory format of `group_norm`'s result.
 
 Recurrent layers stay as on a CPU, because what cuDNN keeps for their backward pass is not known without it.
 """
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _aten = torch.ops.aten
 _SHORT_TYPES = (torch.float16, torch.bfloat16)
 
-# How CUDA's autocast treats the operators that it names, except for those that it runs in float32.
+# How CUDA's autocast treats the operators in its lists; those not named here run in float32.
 _IN_LOWER_TYPE = frozenset({
     "_convolution", "_convolution.deprecated", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
     "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
@@ -40,10 +41,13 @@ _WITH_FLOAT32_RESULT = frozenset({
     "cumprod", "cumsum", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "linalg_vector_norm", "log_softmax.int", "prod",
     "prod.dim_int", "softmax.int", "sum", "sum.dim_IntList",
 })  # fmt: skip
-_NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}  # the same with a result type
+_NORMS = {
+    "norm.Scalar": "ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
+}  # -> the overload with a result type
 _FUSED = frozenset({"log_softmax.int", "softmax.int"})  # short types are converted as they are read, without a copy
 _ONLY_ON_CUDA = frozenset({"cudnn_convolution", "cudnn_convolution_transpose"})
-_KEPT_ON_CPU = frozenset({"mkldnn_rnn_layer"})  # on CUDA its part is cuDNN's, which runs in the lower type as well
+_KEPT_ON_CPU = frozenset({"mkldnn_rnn_layer"})  # on CUDA cuDNN takes its place, and runs in the lower type as well
 
 _FLASH_HEAD_DIM = 256
 _FLASH_HEAD_DIM_MULTIPLE = 8
@@ -55,16 +59,16 @@ _MASK_MULTIPLE = 16
 def cuda_like(*, flash_attention: bool = True) -> Iterator[None]:
     """Replace kernels of CPU tensors by what CUDA would do, in the whole process, and restore them at the end.
 
-    Only fake tensors can run meanwhile: the new kernels exist on CUDA alone.
+    Only fake tensors can run meanwhile, because the new kernels call operators that exist on CUDA alone.
 
     Args:
-        flash_attention: whether the card has it.
+        flash_attention: whether flash attention runs on the card.
     """
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # which is what is wanted
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")  # overriding is what is wanted
         _replace_autocast(library)
         attention = functools.partial(_attention, has_flash=flash_attention)
-        for key in ("AutogradCPU", "CPU"):  # both operators are made of others, which have gradients of their own
+        for key in ("AutogradCPU", "CPU"):  # these operators are made of others, which have gradients of their own
             library.impl("scaled_dot_product_attention", attention, key)
             library.impl("dropout", _dropout, key)
             library.impl("group_norm", _group_norm, key)
@@ -80,9 +84,9 @@ def _replace_autocast(library: torch.library.Library) -> None:
         library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
 
 
-@functools.cache  # a run begins often, and torch is asked some thousand questions
+@functools.cache  # a run begins often, and this asks torch some thousand questions
 def _autocast_lists(qualified: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Of all operators those that autocast treats on CUDA otherwise than on a CPU, and those that it treats on a CPU alone."""
+    """The operators that autocast treats otherwise on CUDA than on a CPU, and those that it treats on a CPU alone."""
     like_cuda, left_alone = [], []
     for name in (name.removeprefix("aten::") for name in qualified):
         on_cuda, on_cpu = _has_kernel(name, "AutocastCUDA"), _has_kernel(name, "AutocastCPU")
@@ -193,7 +197,7 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """In the default memory format, whatever the input's: the kernel of CPUs keeps that (`group_norm.cpp`)."""
+    """CUDA's result has the default memory format; the CPU's kernel keeps the input's (`group_norm.cpp`)."""
     samples, channels = input.shape[:2]
     rest = math.prod(input.shape[2:])
     tensors = (None if tensor is None else tensor.contiguous() for tensor in (weight, bias))
@@ -240,7 +244,7 @@ def _attention(
         output = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)[0]
         return output[..., :head_dim]  # type: ignore[no-any-return]
     mask = attn_mask
-    if mask is not None and mask.dtype is torch.bool:  # what is added to the scores
+    if mask is not None and mask.dtype is torch.bool:  # a mask that can be added to the scores
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     multiple = _EFFICIENT_ALIGNMENT_BYTES // query.element_size()
     if (
@@ -264,7 +268,7 @@ def _attention(
 
 
 def _is_regular(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """(batch, heads, length, head dimension) each, none of them empty, of one type and batch size."""
+    """Whether each is (batch, heads, length, head dimension) and not empty, and all have one type and batch size."""
     tensors = (query, key, value)
     return (
         all(tensor.dim() == 4 and tensor.numel() > 0 and tensor.stride(-1) == 1 for tensor in tensors)

@@ -1,12 +1,12 @@
 """Memory that CUDA's kernels allocate and free inside an operator. Fake tensors do not show it.
 
-The rules repeat what torch's host code allocates, in its order, and were compared with the requests that its caching allocator
-gets: a structured kernel has its result before it copies an argument, others after that. What cuDNN takes for itself is not
-among them, but for a guess at the gradients of convolutions.
+The rules repeat what torch's host code allocates, in its order, and were compared with the requests to its caching allocator: a
+structured kernel allocates its result before it copies an argument, other kernels after that. cuDNN's own workspaces are not covered,
+apart from a guess for the gradients of convolutions.
 
-Several thread blocks may share an output of a reduction (`gpu_reduce_kernel`). Where it has few outputs and many inputs for each (the
-gradient of a bias, batch statistics), they write partial results into a buffer in global memory. Its size follows from how the work
-is divided, `setReduceConfig` in `aten/src/ATen/native/cuda/Reduce.cuh`, which this file repeats.
+Several thread blocks may share an output of a reduction (`gpu_reduce_kernel`). Where a reduction has few outputs and many inputs for each
+(the gradient of a bias, batch statistics), blocks write partial results into a buffer in global memory. The buffer's size follows from
+how the work is divided: `setReduceConfig` in `aten/src/ATen/native/cuda/Reduce.cuh`, which this file repeats.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from autotune.devices.targets import GpuKind
 from autotune.units import KIB, MIB
 
 _aten = torch.ops.aten
-_FEW_INDICES = 3072  # up to so many rows, the gradient of an embedding is summed without sorting them
-_ROWS_AT_ONCE = 10  # of a segment of equal indices that one thread sums
+_FEW_INDICES = 3072  # up to so many indices, the gradient of an embedding is summed without sorting them
+_ROWS_AT_ONCE = 10  # one thread sums so many rows of a segment of equal indices
 
 
 def cuda_workspaces(gpu: GpuKind) -> Mapping[Any, Workspace]:
@@ -59,30 +59,30 @@ _WITH_POSITION = 16  # a value and its index, aligned
 _MAX_THREADS = 512  # of a block that reduces
 _WARP = 32
 _LOADED_TOGETHER = 4  # elements of one vector
-_MIN_VALUES, _MAX_VALUES = 16, 256  # that a thread reduces
+_MIN_VALUES, _MAX_VALUES = 16, 256  # values that one thread reduces
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """Neighbouring dimensions that kernels walk through as one: its length, and elements between neighbours."""
+    """Neighbouring dimensions that kernels walk through as one, with its length and the distance of neighbours in elements."""
 
     length: int
     stride: int
 
 
 def reduction_bytes(tensor: torch.Tensor, dims: Sequence[int], partial_bytes: int, gpu: GpuKind) -> Stepped:
-    """Bytes of the buffer with which a reduction of `tensor` over `dims` is shared by thread blocks; 0 where none is.
+    """Bytes of the buffer through which thread blocks share a reduction of `tensor` over `dims`; 0 where they do not.
 
     Args:
-        dims: those that are reduced; none for all of them.
-        partial_bytes: of one partial result, e.g. 4 of a sum in fp32.
+        dims: the dimensions that are reduced; empty for all.
+        partial_bytes: bytes of one partial result, e.g. 4 for a sum in fp32.
     """
     reduced_dims = {dim % max(1, tensor.dim()) for dim in dims} or set(range(tensor.dim()))
     return Stepped(partial(_buffer_bytes, reduced_dims, partial_bytes, gpu), (*tensor.shape, *tensor.stride()))
 
 
 def _buffer_bytes(reduced_dims: set[int], partial_bytes: int, gpu: GpuKind, layout: tuple[int, ...]) -> int:
-    """Likewise, of a tensor with these lengths and strides."""
+    """As `reduction_bytes`, for a tensor whose lengths and then strides are `layout`."""
     num_dims = len(layout) // 2
     lengths, strides = layout[:num_dims], layout[num_dims:]
     reduced = _axes(lengths, strides, sorted(reduced_dims, key=strides.__getitem__))
@@ -119,7 +119,7 @@ def _buffer_bytes(reduced_dims: set[int], partial_bytes: int, gpu: GpuKind, layo
 
 
 def _axes(lengths: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> list[_Axis]:
-    """The dimensions in this order, neighbours joined where they lie behind each other."""
+    """The dimensions in the order of `dims`; neighbours that are contiguous in memory are joined."""
     axes: list[_Axis] = []
     for dim in dims:
         length, stride = lengths[dim], strides[dim]
@@ -133,7 +133,7 @@ def _axes(lengths: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -
 
 
 def _vector_of(axes: Sequence[_Axis], fastest: _Axis) -> int:
-    """How many neighbouring outputs a thread reduces at once: as many as every row begins at a multiple of."""
+    """How many neighbouring outputs a thread reduces at once: the largest number of which every row's start is a multiple."""
     vector = _LOADED_TOGETHER
     for number in (fastest.length, *(axis.stride for axis in axes if axis is not fastest)):
         while number % vector:
@@ -152,7 +152,7 @@ def _block(width_limit: int, height_limit: int, max_threads: int) -> tuple[int, 
 
 
 def _reduction(gpu: GpuKind, dims_at: int, partial_bytes: int, args: tuple[Any, ...], result: Any) -> Scratch:
-    """Partial results, and a copy in the type that integers and booleans are summed in."""
+    """Partial results; for integers and booleans also a copy in the type in which they are summed."""
     tensor = args[0]
     dims = args[dims_at] if 0 < dims_at < len(args) else None
     dims = [dims] if isinstance(dims, int) else list(dims or ())
@@ -196,20 +196,20 @@ _REDUCTIONS: Mapping[Any, tuple[int, int]] = {
 
 
 def _convolution(args: tuple[Any, ...], result: Any) -> Scratch:
-    """Copies into the memory format of the convolution: channels last where its input or its weight has that."""
+    """Copies into the convolution's memory format, which is channels last where its input or its weight is."""
     tensor, weight = args[:2]
     return Scratch(before=_format_copies(tensor, weight, like=(tensor, weight)))
 
 
 def _format_copies(*tensors: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Copies of the tensors that do not lie in the memory format of others: channels last where one of those has that."""
+    """Copies of the tensors that do not lie in the memory format of `like`, which is channels last where one of those is."""
     if any(map(_has_channels_last, like)):
         return tuple(0 if lies_channels_last(each) else size_bytes(each) for each in tensors)
     return copies(*tensors)
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:
-    """As torch tells it by the strides, which also says it of kernels of one element."""
+    """Whether torch, which goes by the strides, takes it for channels last; it also does so for kernels of one element."""
     return suggest_memory_format(tensor) is not torch.contiguous_format
 
 
@@ -222,7 +222,7 @@ def _pooling_backward(args: tuple[Any, ...], result: Any) -> Scratch:
 def _convolution_backward(gpu: GpuKind, args: tuple[Any, ...], result: Any) -> Scratch:
     """Copies of a convolution's input, output gradient and weight, and then the partial results of the bias's gradient.
 
-    The copies are of torch's own where some of the three have the channels last, and else a guess.
+    Where input or weight is channels last, torch makes the copies; else, in one group, they are a guess at cuDNN's.
 
     cuDNN's kernels for the two gradients read tensors with the channels last (NVIDIA, Convolutional Layers User's Guide,
     "Tensor Layouts in Memory: NCHW vs NHWC"), so other layouts are transposed in the workspace. The rest is not documented.
@@ -311,7 +311,7 @@ def _embedding_backward(args: tuple[Any, ...], result: Any) -> Scratch:
 
 
 def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> Scratch:
-    """As for an embedding, by the indices of all bags."""
+    """As for an embedding, with the indices of all bags."""
     gradient, indices, num_rows = args[0], args[1], args[6]
     width = gradient.shape[-1]
     sums = Stepped(lambda figures: _sorted_sums(figures[0], num_rows, width), (indices.numel(),))
@@ -325,7 +325,7 @@ def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
 
 
 def _softmax_backward(args: tuple[Any, ...], result: Any) -> Scratch:
-    """The product of the gradient and the output (`SoftMax.cu`), and copies of what is not contiguous."""
+    """The product of gradient and output (`SoftMax.cu`), and copies of either that is not contiguous."""
     return Scratch(after=((size_bytes(args[0]), *copies(*args[:2])),))
 
 
@@ -335,7 +335,7 @@ def _copied(*positions: int) -> Workspace:
 
 
 def _elements(number: int) -> Workspace:
-    """So many tensors of the loss of every element, beside the mean or sum of them that is the result."""
+    """`number` tensors with the loss of every element, beside the result, their mean or sum."""
 
     def losses(args: tuple[Any, ...], result: Any) -> Scratch:
         size_bytes = args[0].numel() * result.element_size() if result.dim() == 0 else 0
@@ -374,14 +374,14 @@ def _mask_first(args: tuple[Any, ...], result: Any) -> Storages:
 CUDA_RESULTS: Mapping[Any, ResultRule] = {_aten.native_dropout.default: _mask_first}
 
 
-_NUM_HANDLES = 2  # of cuBLAS, one for each thread that computes products: the one that trains, and autograd's own
+_NUM_HANDLES = 2  # cuBLAS has one for each thread that computes products: the thread that trains, and autograd's own
 
 
 def cublas_workspaces(gpu: GpuKind) -> tuple[int, ...]:
     """Bytes of each workspace of cuBLAS, which torch takes from its caching allocator and keeps.
 
-    As `getChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp` chooses them: CUBLAS_WORKSPACE_CONFIG says it, as in
-    `:4096:8`: eight buffers of 4096 KiB. Without it data centre GPUs since Hopper get 32 MiB.
+    Chosen as by `getChosenWorkspaceSize` in `aten/src/ATen/cuda/CublasHandlePool.cpp`: CUBLAS_WORKSPACE_CONFIG gives the size, such
+    as `:4096:8` for eight buffers of 4096 KiB. Without it data centre GPUs since Hopper get 32 MiB, others 8 MiB and 128 KiB.
     """
     said = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     size_bytes = 32 * MIB if gpu.capability[0] in (9, 10) else 8 * MIB + 128 * KIB

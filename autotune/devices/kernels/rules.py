@@ -12,34 +12,34 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Stepped(int):
-    """Bytes that are no line in the batch size: a rule says them from figures that are (lengths and strides, say).
+    """Bytes that do not grow linearly with the batch size. A rule computes them from figures that do (lengths and strides, say).
 
     Args:
-        figures: that the rule is given.
+        figures: the arguments of the rule.
     """
 
     figures: tuple[int, ...]
     rule: Callable[[tuple[int, ...]], int]
 
     def __new__(cls, rule: Callable[[tuple[int, ...]], int], figures: tuple[int, ...]) -> Stepped:
-        """What the rule says of the figures."""
+        """The rule's bytes for the figures."""
         size_bytes = super().__new__(cls, rule(figures))
         size_bytes.figures, size_bytes.rule = figures, rule
         return size_bytes
 
     def towards(self, other: Stepped, share: float) -> int:
-        """Bytes between these, at 0, and the same operator's at another batch size, at 1, or beyond."""
+        """Bytes at a batch size between this one (share 0) and that of `other` (share 1), or beyond; of the same operator."""
         pairs = zip(self.figures, other.figures, strict=True)
         return self.rule(tuple(round(a + share * (b - a)) for a, b in pairs))
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What an operator allocates beside its result and frees again, in bytes and in its order: an allocator's holes depend on both.
+    """What an operator allocates beside its result and frees again: sizes in bytes, in order, since both shape an allocator's holes.
 
     Attributes:
-        before: of what is allocated before the result, and freed when the operator is done.
-        after: of what is allocated after the result, in groups; each is freed before the next one.
+        before: sizes allocated before the result, and freed when the operator is done.
+        after: sizes allocated after the result, in groups; each group is freed before the next one.
     """
 
     before: tuple[int, ...] = ()
@@ -51,9 +51,9 @@ class Scratch:
         return sum(self.before) + max(map(sum, self.after), default=0)
 
 
-# From an operator's arguments and its result. What has no bytes at one batch size and some at another is there with 0 bytes.
+# (an operator's arguments, its result) -> its scratch. An allocation that some batch sizes do not need is there with 0 bytes.
 Workspace = Callable[[tuple[Any, ...], Any], Scratch]
-# Likewise: tensors of its result whose storage has more bytes than it seems, or that are allocated in another order than returned.
+# Likewise -> tensors of the result whose storage has more bytes than it seems, or that are allocated in another order than returned.
 Storages = list[tuple[torch.Tensor, int]]
 ResultRule = Callable[[tuple[Any, ...], Any], Storages]
 
@@ -72,21 +72,21 @@ class Hidden:
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of its elements."""
+    """Bytes of a tensor's elements."""
     return tensor.nbytes
 
 
 def round_up(number: int, multiple: int) -> int:
-    """To the next multiple."""
+    """The next multiple of `multiple` that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
 def copies(*tensors: Any) -> tuple[int, ...]:
-    """Bytes of the copies that a kernel makes of tensors that are not contiguous, 0 of others."""
+    """Bytes of the copies that a kernel makes of those tensors that are not contiguous; 0 for the others."""
     return tuple(0 if each.is_contiguous() else size_bytes(each) for each in tensors if isinstance(each, torch.Tensor))
 
 
 def lies_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether the channels lie last in memory; also true of some that are contiguous, as with one channel."""
+    """Whether the channels lie last in memory; also true of some contiguous tensors, such as those with one channel."""
     layout = _CHANNELS_LAST.get(tensor.dim())
     return layout is not None and tensor.is_contiguous(memory_format=layout)

@@ -34,7 +34,7 @@ _FORMULAS = {
 
 
 def count(work: Work, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Add an operator to the work. One that only looks at a tensor in another way does nothing."""
+    """Add an operator to the work. One that only makes a view of a tensor does no work."""
     if func.is_view:
         return
     work.num_operators += 1

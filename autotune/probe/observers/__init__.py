@@ -1,1 +1,1 @@
-"""What is measured beside time while a config is timed: a file each, found by being there (`autotune.probe.observers.base`)."""
+"""Observers measure what else happens while a config is timed; each is a file, found by being here (`autotune.probe.observers.base`)."""

@@ -11,7 +11,7 @@ from autotune.records.outcome import Measurement
 
 
 class Contention(Observer):
-    """Reads what the device counts; above a tenth of the time it disturbs."""
+    """Reads the device's count of others' time; more than a tenth is a disturbance."""
 
     name = "contention"
     sees_others = True
@@ -20,11 +20,11 @@ class Contention(Observer):
         self._share = 0.0
 
     def end(self, device: Device) -> None:
-        """Read the share of the time that was timed."""
+        """Read others' share of the timed interval."""
         self._share = device.contention()
 
     def stop(self, device: Device, measured: Measurement) -> Measurement:
-        """With `contention`, and in words where it disturbs."""
+        """Fill in `contention`, and a disturbance in words where it is one."""
         if measured.cut_short:
             return measured
         share = self._share

@@ -10,10 +10,10 @@ from autotune.records.outcome import Measurement
 
 
 class Instruments(Observer):
-    """Reads them when all is measured, with the device still warm."""
+    """Reads the instruments after the measurement, while the device is still warm."""
 
     name = "instruments"
 
     def stop(self, device: Device, measured: Measurement) -> Measurement:
-        """With `telemetry`."""
+        """Fill in `telemetry`."""
         return replace(measured, telemetry={**measured.telemetry, **device.telemetry().values})

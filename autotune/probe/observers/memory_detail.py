@@ -1,4 +1,4 @@
-"""What the peak consists of, and how often an allocation succeeded at the second attempt alone, or failed unseen."""
+"""What the peak consists of, and how often an allocation succeeded only at the second attempt, or failed unnoticed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MemoryDetail(Observer):
     name = "memory detail"
 
     def stop(self, device: Device, measured: Measurement) -> Measurement:
-        """With `memory`, `num_alloc_retries` and `num_ooms`."""
+        """Fill in `memory`, `num_alloc_retries` and `num_ooms`."""
         detail = device.memory_detail()
         retries, ooms = (int(detail.get(name, 0)) for name in ("num_alloc_retries", "num_ooms"))
         return replace(measured, memory=detail, num_alloc_retries=retries, num_ooms=ooms)

@@ -9,8 +9,8 @@ from autotune.devices import Device
 from autotune.probe.observers.base import Observer
 from autotune.records.outcome import Measurement
 
-MIN_GROWTH_POINTS = 5  # blocks after the first ones
-LEAK_BYTES = 2 * 2**20  # growth over the timed blocks that is more than the allocator's own unrest
+MIN_GROWTH_POINTS = 5  # blocks that are needed after the first ones
+LEAK_BYTES = 2 * 2**20  # smaller growth over the timed blocks may be the allocator's own fluctuation
 
 
 class MemoryGrowth(Observer):
@@ -22,19 +22,19 @@ class MemoryGrowth(Observer):
         self._held: list[tuple[int, int]] = []
 
     def sample(self, device: Device, num_steps: int) -> None:
-        """Note what is held now."""
+        """Note how much memory is held now."""
         self._held.append((num_steps, device.current_bytes()))
 
     def stop(self, device: Device, measured: Measurement) -> Measurement:
-        """With `growth_bytes_per_step`."""
+        """Fill in `growth_bytes_per_step`."""
         return replace(measured, growth_bytes_per_step=growth_per_step(self._held))
 
 
 def growth_per_step(held: list[tuple[int, int]]) -> float:
-    """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly does.
+    """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly grows.
 
-    The first blocks are left out while allocators settle. Growth counts if it is steady (in every one of a few blocks, in most
-    of many) and larger than what allocators do by themselves.
+    The first blocks, in which allocators settle, are left out. Growth counts if it is steady (in every block where there are few,
+    in most where there are many) and exceeds the fluctuation of allocators.
     """
     settled = held[max(1, len(held) // 3) :]
     if len(settled) < MIN_GROWTH_POINTS:

@@ -12,7 +12,7 @@ from autotune.records.outcome import THROTTLED, Measurement
 
 
 class Throttling(Observer):
-    """Reads the reasons after each block; what holds for more than a tenth of the blocks disturbs."""
+    """Reads the reasons for a lower clock after each block; one seen after more than a tenth of the blocks is a disturbance."""
 
     name = "throttling"
 
@@ -20,11 +20,11 @@ class Throttling(Observer):
         self._seen: Counter[str] = Counter()
 
     def sample(self, device: Device, num_steps: int) -> None:
-        """Count the reasons of now."""
+        """Count the reasons that hold now."""
         self._seen.update(device.slowdowns())
 
     def stop(self, device: Device, measured: Measurement) -> Measurement:
-        """With the reasons in words, where they disturb."""
+        """Add the reasons that disturb, in words."""
         least = DISTURBED * len(measured.block_samples_per_s)
         said = tuple(f"{THROTTLED}{reason}" for reason, number in self._seen.items() if number > least)
         return replace(measured, disturbances=(*measured.disturbances, *said))

@@ -1,4 +1,4 @@
-"""A study in forms for other programs. A module of this package is a form: `render(study)`; `autotune show --NAME` prints it."""
+"""A study in formats for other programs. Each module of this package is one, with `render(study)`; `autotune show --NAME` prints it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from autotune.study.reading import Study
 
 
 def render(study: Study, name: str) -> str:
-    """The study in the form of that name, with a newline at its end."""
+    """The study in the format of that name, with a newline at its end."""
     text: str = importlib.import_module(f"{__name__}.{name}").render(study)
     return text if text.endswith("\n") else f"{text}\n"

@@ -1,4 +1,4 @@
-"""A study as one page that needs no network: what a colleague reads who does not know autotune."""
+"""A study as one page that needs no network, for a colleague who does not know autotune."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FIRST = ("Answer", "No answer", "No answer yet", "Recommended config", "Play-of
 
 
 def render(study: Study) -> str:
-    """The page: the answer, pictures where matplotlib is installed, the reasons, how to run it, every probe, and the machine."""
+    """The page: answer, pictures (if matplotlib is installed), reasons, how to run the answer, every probe, and the machine."""
     headline, *sections = study_sections(study, model=study.facts.model)
     first = [section for section in sections if section.title in _FIRST]
     later = [section for section in sections if section not in first and section.title != "Probes"]

@@ -1,4 +1,4 @@
-"""A study as JSON: the figures themselves, not the words for them."""
+"""A study as JSON: the plain figures, not formatted for reading."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Classes for techniques that import torch, which a technique's own file must not: whoever searches has none."""
+"""Classes for techniques that import torch. A technique's own file must not, because a process that searches does without torch."""

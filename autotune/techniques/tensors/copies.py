@@ -1,4 +1,4 @@
-"""A task's own optimizer whose steps are taken in another way; the object, its groups, its hooks and its state stay."""
+"""Lets a task's own optimizer take its steps in another way, while the object, its groups, its hooks and its state stay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-_PORTION = 2**22  # elements that are copied at a time: 16 MiB in fp32, and as much for gradients and in between
-_HALF = 0x8000  # of a unit in the last place of bf16, among the bits of fp32
+_PORTION = 2**22  # elements copied at a time: 16 MiB in fp32, as much for gradients and for intermediate results
+_HALF = 0x8000  # half a unit in bf16's last place, in the bits of fp32
 _UPPER = -0x10000
-_ALL_AT_ONCE = ("LBFGS",)  # optimizers of torch.optim whose update is not each parameter's own
+_ALL_AT_ONCE = ("LBFGS",)  # optimizers of torch.optim that do not update each parameter by itself
 
 
 def why_not_apart(optimizer: torch.optim.Optimizer) -> str:
@@ -24,7 +24,7 @@ def why_not_apart(optimizer: torch.optim.Optimizer) -> str:
 
 
 def take_steps_by(optimizer: torch.optim.Optimizer, update: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Let `update` do what `optimizer.step()` does. Hooks run around it, and whoever refers to the optimizer still does."""
+    """Let `optimizer.step()` call `update`. Hooks still run around it, and references to the optimizer stay valid."""
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
@@ -41,14 +41,14 @@ def take_steps_by(optimizer: torch.optim.Optimizer, update: Callable[[torch.opti
 
 
 class CopySteps:
-    """Takes an optimizer's steps on copies of its parameters, a portion at a time, which its state belongs to.
+    """Takes an optimizer's steps on copies of its parameters, a portion at a time. The optimizer's state is kept for the copies.
 
     A parameter in bf16 has the upper half of the bits of its value in fp32, rounded. The lower half is kept here, so that the
-    copy has all of them and no update is too small for it (Split-SGD, https://arxiv.org/abs/2005.04680). Before the first
-    step, and where user code writes to a parameter, the lower half is at most rounding.
+    copy has all bits and no update is too small for it (Split-SGD, https://arxiv.org/abs/2005.04680). Where there is no lower
+    half yet, or user code has written to the parameter, the copy is off by a rounding at most.
 
     Args:
-        device: of copies, state and lower halves; None for the parameter's own, where only bf16 is copied.
+        device: device of copies, state and lower halves; None for the parameter's own, where only bf16 is copied.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -90,7 +90,7 @@ class CopySteps:
                 p.copy_(value, non_blocking=True)
 
     def _moved(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors, or their copies on the other device."""
+        """The tensors, or where a device is given their copies there."""
         if self.device is None:
             return tensors
         moved = [_begin_to_move(tensor, self.device) for tensor in tensors]
@@ -99,11 +99,11 @@ class CopySteps:
         return moved
 
     def _copy(self, p: Tensor, value: Tensor) -> Tensor:
-        """What stands in for a parameter: its value in fp32 if it is in bf16, else the value itself."""
+        """The tensor that stands in for a parameter: its value in fp32 if the parameter is in bf16, else the value itself."""
         if p.dtype is not torch.bfloat16:
             return value
         copy = value.float()
-        if p in self.lower:  # beside zero it would be no rounding but another sign
+        if p in self.lower:  # added to zero, a lower half would not undo a rounding but make another number
             copy.view(torch.int32).add_(self.lower[p] * (copy != 0))
         return copy
 
@@ -120,7 +120,7 @@ def _portions(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _begin_to_move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy, from a GPU into page-locked memory without waiting."""
+    """A copy on `device`; from a GPU into page-locked memory, without waiting."""
     if tensor.is_sparse:
         return tensor.to(device)
     moved = torch.empty_like(tensor, device=device, pin_memory=tensor.is_cuda, requires_grad=False)
@@ -128,7 +128,7 @@ def _begin_to_move(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _beside(value: Any, p: Tensor, copy: Tensor) -> Any:
-    """What an optimizer remembers of a parameter, for its copy: `load_state_dict` gives it the parameter's type and device."""
+    """A value of a parameter's state, for its copy: `load_state_dict` has given it the parameter's type and device."""
     if not isinstance(value, Tensor) or value.device != p.device:
         return value
     like_parameter = value.shape == p.shape and value.is_floating_point()

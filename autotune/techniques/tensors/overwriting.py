@@ -1,4 +1,4 @@
-"""Finds the modules whose input no operator of a training pass reads after them, so that they may compute in place."""
+"""Finds the modules that may compute in place, because no operator of a training pass reads their input after them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.utils._pytree import arg_tree_leaves
 
 from autotune.task.batches import strided_parts
 
-_READ_DEVICE = torch.ops.prim.device.default  # which fake tensors dispatch, and real ones do not
+_READ_DEVICE = torch.ops.prim.device.default  # fake tensors dispatch it, and real ones do not
 
 
 def find_overwritable(modules: Sequence[torch.nn.Module], train: Callable[[], None]) -> list[torch.nn.Module]:
-    """Those of `modules`, functions of one tensor, that may overwrite it, by what training passes do.
+    """Those of `modules`, functions of one tensor, that may overwrite that tensor, as seen in training passes.
 
-    A module may where, in each of its calls, no operator reads or writes the storage of its input afterwards, in the
-    forward or in the backward pass; none writes that of its output, which its own backward pass needs; and nobody holds the
-    input when the passes are over, such as a parameter, a batch or a constant. The values of the tensors do not matter.
+    A module may if three things hold in each of its calls: no operator reads or writes the storage of its input afterwards, in
+    the forward or the backward pass; none writes the storage of its output, which its own backward pass needs; and the input is
+    gone when the passes are over, unlike a parameter, a batch or a constant. The values of the tensors do not matter.
 
     Args:
-        train: runs one forward and backward pass, or several, and keeps nothing of them.
+        train: runs one or several forward and backward passes, and keeps nothing of them.
     """
     watch = _Watch()
     with ExitStack() as hooks:
@@ -35,19 +35,19 @@ def find_overwritable(modules: Sequence[torch.nn.Module], train: Callable[[], No
         with watch:
             train()
     if watch.held():
-        gc.collect()  # what was in a cycle is held by nobody
+        gc.collect()  # tensors that only a reference cycle keeps alive are not held
     called = {module for _, module in watch.inputs.values()}
     return [module for module in modules if module in called - watch.refused - watch.held()]
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operator, and refuses the modules whose input or output it must find as it was.
+    """Sees every operator, and refuses a module whose input is used after it, or whose output is written.
 
     A module is given a copy of its input, so that what it keeps for its own backward pass does not count as another use.
 
     Attributes:
-        inputs, outputs: of the modules' calls, by the address of the storage. The weak reference keeps an address from
-            being given to another storage.
+        inputs, outputs: the modules' inputs and outputs, by the address of the storage object. The weak reference keeps that
+            address from being reused.
     """
 
     def __init__(self) -> None:
@@ -74,22 +74,22 @@ class _Watch(TorchDispatchMode):
                 self.refused.add(found[1])
 
     def held(self) -> set[torch.nn.Module]:
-        """The modules whose input is still there."""
+        """The modules whose input still exists."""
         return {module for storage, module in self.inputs.values() if not storage.expired()}
 
     def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
-        """Before a call of a module."""
+        """A hook before each call of a module."""
         if not args or args[0].layout is not torch.strided:
             self.refused.add(module)
             return None
         storage = args[0].untyped_storage()
         if storage._cdata in self.inputs or storage._cdata in self.outputs:
             self.refused.add(module)
-        copy = args[0].clone()  # refuses the other module whose input this was
+        copy = args[0].clone()  # counts as a use, which refuses another module with the same input
         self.inputs[storage._cdata] = StorageWeakRef(storage), module
         return copy
 
     def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """After a call of a module."""
+        """A hook after each call of a module."""
         storage = output.untyped_storage()
         self.outputs[storage._cdata] = StorageWeakRef(storage), module

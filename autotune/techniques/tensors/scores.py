@@ -1,4 +1,4 @@
-"""Scores of a large vocabulary that are not computed before their loss is asked for, and then a few rows at a time."""
+"""Scores of a large vocabulary that are not computed until their loss is needed, and then a few rows at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-# Of scores that are there at once: as many as the hidden states take (Liger Kernel's rule), within bounds. Fewer than the least
-# are slow products; on a CPU more than that would let glibc keep pieces in its heap, whose holes then take what was saved.
+# Bounds of a piece's scores. Within them a piece takes as much as the hidden states (Liger Kernel's rule). Smaller pieces make slow
+# products; on a CPU, more than the least would let glibc keep pieces in its heap, whose holes then take the memory that was saved.
 CHUNK_BYTES = (16 * 2**20, 256 * 2**20)
 _T = torch.Tensor
 _ASKED = ["size", "dim", "numel", "is_floating_point", "is_complex", "get_device", "__len__"]
@@ -20,17 +20,17 @@ _PLACES = ["is_cuda", "is_cpu", "is_meta"]
 _FACTS = {getattr(_T, name) for name in _ASKED} | {getattr(_T, name).__get__ for name in [*_KNOWN, *_PLACES]}
 _VIEWS: set[Callable[..., Any]] = {_T.transpose, _T.permute, _T.movedim, _T.unsqueeze, _T.squeeze, _T.__getitem__}
 _RESHAPES = {_T.view, _T.reshape, _T.flatten, torch.flatten, torch.reshape}
-# what would be done to a copy and lost; so would any function whose name ends like `mul_`
+# functions that would act on a copy, so that their effect is lost; so would any function whose name ends like `mul_`
 _OF_THE_TENSOR_ITSELF = {_T.data_ptr, _T.__setitem__, _T.register_hook, _T.retain_grad}
 
 
 @dataclass
 class Use:
-    """What became of a layer's scores.
+    """How a layer's scores were used.
 
     Attributes:
-        losses: cross entropies that were computed in pieces.
-        computed: times that the scores were asked for as an ordinary tensor.
+        losses: number of cross entropies that were computed in pieces.
+        computed: how often the scores were needed as an ordinary tensor.
     """
 
     losses: int = 0
@@ -38,17 +38,17 @@ class Use:
 
 
 class Scores(_T):
-    """`functional.linear(hidden, weight, bias)`, row by row, not computed.
+    """`functional.linear(hidden, weight, bias)`, row by row, not computed yet.
 
-    It can be cut, turned and reshaped, as long as the scores of a row stay together, and given to `cross_entropy`. Whatever
-    else is done with it computes it.
+    It can be cut, transposed and reshaped, as long as the scores of a row stay together, and given to `cross_entropy`. Any other
+    use computes it.
 
     Args:
         hidden: (number of rows, width).
         rows: which row of `hidden` is where.
         dim: the dimension of the scores among those of `rows`.
-        dtype: of the scores.
-        use: is told what becomes of them.
+        dtype: type of the scores.
+        use: counts how they are used.
     """
 
     def __new__(
@@ -67,9 +67,9 @@ class Scores(_T):
 
     @classmethod
     def of(cls, hidden: _T, weight: _T, bias: _T | None, use: Use) -> Scores:
-        """The scores of a layer's input."""
+        """The scores of a layer for its input."""
         kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):  # they may be computed where it no longer is
+        if torch.is_autocast_enabled(kind):  # the scores may be computed outside of autocast
             dtype = torch.get_autocast_dtype(kind)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         rows = torch.arange(hidden.shape[:-1].numel(), device=hidden.device).view(hidden.shape[:-1])
@@ -79,7 +79,7 @@ class Scores(_T):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What is known of them is told, what can be put off is put off, and the rest is computed."""
+        """Tell shapes and types, put off views and the loss, and compute the scores for anything else."""
         kwargs = kwargs or {}
         if function in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
@@ -109,11 +109,11 @@ class Scores(_T):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What did not come through `__torch_function__` would lose the gradient."""
+        """Refuse calls that did not come through `__torch_function__`, since they would lose the gradient."""
         raise _refused(function)
 
     def computed(self) -> _T:
-        """As an ordinary tensor."""
+        """The scores as an ordinary tensor."""
         self.use.computed += 1
         hidden, weight, bias = self.parts
         rows = functional.linear(hidden[self.rows.flatten()], weight, bias).to(self.dtype)
@@ -123,14 +123,14 @@ class Scores(_T):
         return Scores(*self.parts, rows, dim, dtype, self.use)
 
     def _moved(self, function: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Scores | None:
-        """What a view of the scores is: the same is done to the rows' numbers, repeated for every score without memory."""
+        """The scores after a view: the same view is taken of the rows' numbers, which are repeated for every score without memory."""
         rows = self.rows.contiguous() if function in _RESHAPES else self.rows
         number = self.parts[1].shape[0]
         repeated = rows.unsqueeze(self.row_dim).expand(self.shape)
         try:
             moved = function(repeated, *rest, **kwargs)
         except (RuntimeError, TypeError, IndexError):
-            return None  # the same error comes of the computed scores
+            return None  # the computed scores will raise the same error
         if moved.untyped_storage().data_ptr() != rows.untyped_storage().data_ptr():
             return None
         for dim, (size, stride) in enumerate(zip(moved.shape, moved.stride(), strict=True)):
@@ -148,7 +148,7 @@ class Scores(_T):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> _T | None:
-        """Their cross entropy; None where it has to be computed from all of them at once."""
+        """The cross entropy of the scores; None where it needs all scores at once."""
         per_class = target.is_floating_point() or self.row_dim != min(1, self.dim() - 1)
         if per_class or size_average is not None or reduce is not None or reduction == "none":
             return None
@@ -167,11 +167,11 @@ def _refused(function: Any) -> TypeError:
 
 
 class _NotComputed(torch.autograd.Function):
-    """The scores as a node of the graph, for a custom function that takes them and returns their gradient."""
+    """Puts the scores into the graph as a node, for a custom function that takes them and returns their gradient."""
 
     @staticmethod
     def forward(context: Any, hidden: _T, weight: _T, bias: _T | None, rows: _T, dim: int, dtype: torch.dtype) -> Any:
-        """A tensor without memory. What its gradient needs is no activation, which hooks would pack for each view."""
+        """A tensor without memory. What the gradient needs is kept on `context` and not saved: hooks would pack it for each view."""
         context.hidden, context.weight, context.rows, context.dim = hidden.detach(), weight.detach(), rows, dim
         shape = [*rows.shape[:dim], weight.shape[0], *rows.shape[dim:]]
         return _T._make_wrapper_subclass(Scores, shape, dtype=dtype, device=hidden.device)
@@ -179,7 +179,7 @@ class _NotComputed(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: _T) -> Any:
-        """Those of a linear layer, in the type of its weight."""
+        """The gradients of a linear layer, in the type of its weight."""
         hidden, weight, rows = context.hidden, context.weight, context.rows.flatten()
         of_rows = gradient.movedim(context.dim, -1).flatten(0, -2).to(weight.dtype)
         of_hidden = torch.zeros_like(hidden).index_add_(0, rows, (of_rows @ weight).to(hidden.dtype))
@@ -189,16 +189,16 @@ class _NotComputed(torch.autograd.Function):
 
 
 class _LossInPieces(torch.autograd.Function):
-    """The sum of the rows' cross entropies. The gradient is computed with it, while the scores are there."""
+    """The sum of the rows' cross entropies. The gradient is computed together with it, while a piece's scores exist."""
 
     @staticmethod
     def forward(
         context: Any, hidden: _T, weight: _T, bias: _T | None, rows: _T, targets: _T, dtype: Any, options: Any
     ) -> _T:
-        """Rows in pieces of about `CHUNK_BYTES` in fp32."""
+        """Go through the rows in pieces whose scores take, in fp32, as much as the hidden states, within `CHUNK_BYTES`."""
         inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
         wanted = [tensor.requires_grad for tensor in inputs]
-        # a row's gradient is found in one piece; the layer's is a sum over all
+        # a row's gradient comes from one piece; the layer's is a sum over all pieces
         types = [hidden.dtype, *(torch.promote_types(tensor.dtype, torch.float32) for tensor in inputs[1:])]
         totals = [
             torch.zeros_like(tensor, dtype=kind) if want else None
@@ -228,7 +228,7 @@ class _LossInPieces(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(context: Any, gradient: _T) -> Any:
-        """The gradients that were found, times the loss's own."""
+        """The gradients computed in the forward pass, times the loss's own."""
         saved = iter(context.saved_tensors)
         found = [None if kind is None else (next(saved) * gradient).to(kind) for kind in context.types]
         return (*found, *[None] * (7 - len(found)))
