@@ -88,7 +88,7 @@ class Measurement:
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
     leaks: tuple[
         Kept, ...
-    ] = ()  # tensors kept, where memory grows: those held by Python objects first, larger ones first
+    ] = ()  # tensors kept where memory grows: those that Python objects hold first, the largest first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
     num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed
