@@ -74,6 +74,8 @@ class Techniques(Mapping[str, Technique]):
 
     def __init__(self, techniques: Iterable[Technique]) -> None:
         self._by_name = {technique.name: technique for technique in techniques}
+        self._of_micro_batch = tuple(t for t in self.values() if t.shapes_micro_batch)
+        self._of_update = tuple(t for t in self.values() if t.shapes_update)
 
     def __getitem__(self, name: str) -> Technique:
         return self._by_name[name]
@@ -159,6 +161,14 @@ class Techniques(Mapping[str, Technique]):
             if config[name] != technique.off and (technique.phase in phases or not phases)
         )
 
+    def micro_batch_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
+        """The choices that are not off, of those that change a micro batch: configs that share them take the same passes."""
+        return _switched_on(self._of_micro_batch, config)
+
+    def update_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
+        """The same of those that change an update of the parameters."""
+        return _switched_on(self._of_update, config)
+
     def trained(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
         """What of a config, complete or not, says what is trained. Configs that differ in it are never compared."""
         return {name: choices.get(name, technique.off) for name, technique in self._partitions.items()}
@@ -235,6 +245,10 @@ class Techniques(Mapping[str, Technique]):
             if not same:
                 words.append(self.label(name, choice))
         return ", ".join(words) if words else "as the baseline"
+
+
+def _switched_on(techniques: Iterable[Technique], config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
+    return tuple((t.name, config[t.name]) for t in techniques if config.get(t.name, t.off) != t.off)
 
 
 class Declared(Technique):

@@ -26,6 +26,10 @@ class DdpStaticGraph(SpreadOption, Switch):
         )
         return super().conflict(config) or several
 
+    def traced_as(self, choice: Choice) -> Choice:
+        """It holds nothing more."""
+        return self.off
+
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["static_graph"] = True
         build.one_micro_batch = "ddp_static_graph learns the order of gradients in a step of one"
