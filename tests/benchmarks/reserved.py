@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -288,8 +289,11 @@ def in_forks(works: Sequence[Callable[[], Any]]) -> list[Any]:
     for work in works:
         reading, writing = os.pipe()
         if not (pid := os.fork()):
-            with os.fdopen(writing, "w") as told:
-                json.dump(work(), told)
+            try:
+                with os.fdopen(writing, "w") as told:
+                    json.dump(work(), told)
+            except BaseException:
+                traceback.print_exc()
             os._exit(0)
         os.close(writing)
         running.append((pid, reading))

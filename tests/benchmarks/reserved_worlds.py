@@ -42,7 +42,7 @@ WORLDS = (2, 4, 8)
 BATCH = {"gpt": 48, "digits": 64, "tagger": 64, "GPT-2": SIZES["GPT-2"][1], "BERT": SIZES["BERT"][1]}
 SPREADS = ("ddp", "zero1", "fsdp", "fsdp_grad", "hsdp:2")
 OTHERS: tuple[dict[str, Any], ...] = ({}, {"amp": "bf16"}, {"checkpoint_segments": 2})
-COMBINED = {2: SPREADS, 4: ("ddp", "fsdp", "hsdp:2"), 8: ("fsdp",)}  # with the others, by the size of the world
+COMBINED = {2: SPREADS, 4: ("ddp", "fsdp", "hsdp:2"), 8: ("ddp", "fsdp")}  # with the others, by the size of the world
 NUM_RUNS = 2  # of two copies: whether NCCL's watchdog has let go of DDP's first buckets in time differs from run to run
 
 
@@ -61,13 +61,16 @@ def task_of(model: str) -> Task:
 
 def configs_of(model: str, world_size: int) -> Iterator[dict[str, Any]]:
     """Config dicts that are recorded of a model in a world."""
-    layout = {"channels_last": True} if model in reserved.CONVOLUTIONS else {}
     for spread, others in itertools.product(SPREADS, OTHERS):
-        has_blocks, makes_groups = model != "digits", world_size > 2
-        if ("checkpoint_segments" in others and not has_blocks) or (spread == "hsdp:2" and not makes_groups):
+        has_convolutions, is_sharded = model in reserved.CONVOLUTIONS, spread not in ("ddp", "zero1")
+        if (others and spread not in COMBINED[world_size] and not has_convolutions) or (
+            spread == "hsdp:2" and world_size == 2
+        ):
             continue
-        if not others or spread in COMBINED[world_size]:
-            yield {"batch_size": BATCH[model], "parallel": spread, **layout, **others}
+        if has_convolutions and ("checkpoint_segments" in others or (is_sharded and "amp" not in others)):
+            continue  # FSDP2 takes no channels last, with which alone fp32 convolutions take no workspace
+        layout = {"channels_last": True} if has_convolutions and not is_sharded else {}
+        yield {"batch_size": BATCH[model], "parallel": spread, **layout, **others}
 
 
 def train(model: str, config: dict[str, Any], world: World, store: Path) -> dict[str, Any]:
