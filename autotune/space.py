@@ -149,8 +149,8 @@ class Space:
         yield self.baseline
         known = self.techniques.items()
         trained = [name for name, technique in known if technique.phase is Phase.TASK]
-        of_micro_batch = [name for name, technique in known if technique.shapes_micro_batch]
-        of_update = [name for name, technique in known if technique.shapes_update]
+        of_micro_batch = [n for n, technique in known if any(map(technique.shapes_micro_batch, self.choices[n]))]
+        of_update = [n for n, technique in known if any(map(technique.shapes_update, self.choices[n]))]
         for names in (trained, of_micro_batch, of_update, [BATCH_SIZE]):
             traced = ([c for c in self.choices[name] if not self.why_untraced(name, c)] for name in names)
             for values in itertools.product(*traced):

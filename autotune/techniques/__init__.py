@@ -74,8 +74,7 @@ class Techniques(Mapping[str, Technique]):
 
     def __init__(self, techniques: Iterable[Technique]) -> None:
         self._by_name = {technique.name: technique for technique in techniques}
-        self._of_micro_batch = tuple(t for t in self.values() if t.shapes_micro_batch)
-        self._of_update = tuple(t for t in self.values() if t.shapes_update)
+        self._shaping = tuple(technique for technique in self.values() if technique.shapes_memory)
 
     def __getitem__(self, name: str) -> Technique:
         return self._by_name[name]
@@ -163,11 +162,13 @@ class Techniques(Mapping[str, Technique]):
 
     def micro_batch_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
         """The choices that are not off, of those that change a micro batch: configs that share them take the same passes."""
-        return _switched_on(self._of_micro_batch, config)
+        on = ((t, config[t.name]) for t in self._shaping if config.get(t.name, t.off) != t.off)
+        return tuple((technique.name, choice) for technique, choice in on if technique.shapes_micro_batch(choice))
 
     def update_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
         """The same of those that change an update of the parameters."""
-        return _switched_on(self._of_update, config)
+        on = ((t, config[t.name]) for t in self._shaping if config.get(t.name, t.off) != t.off)
+        return tuple((technique.name, choice) for technique, choice in on if technique.shapes_update(choice))
 
     def trained(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
         """What of a config, complete or not, says what is trained. Configs that differ in it are never compared."""
@@ -245,10 +246,6 @@ class Techniques(Mapping[str, Technique]):
             if not same:
                 words.append(self.label(name, choice))
         return ", ".join(words) if words else "as the baseline"
-
-
-def _switched_on(techniques: Iterable[Technique], config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
-    return tuple((t.name, config[t.name]) for t in techniques if config.get(t.name, t.off) != t.off)
 
 
 class Declared(Technique):

@@ -25,9 +25,10 @@ class BucketMb(SpreadOption):
     def label(self, choice: Choice) -> str:
         return f"buckets of {choice} MiB"
 
-    def traced_as(self, choice: Choice) -> Choice:
+    @property
+    def shapes_memory(self) -> bool:
         """All buckets together are as large at any size."""
-        return self.off
+        return False
 
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["bucket_cap_mb"] = choice

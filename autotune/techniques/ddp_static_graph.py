@@ -26,9 +26,10 @@ class DdpStaticGraph(SpreadOption, Switch):
         )
         return super().conflict(config) or several
 
-    def traced_as(self, choice: Choice) -> Choice:
+    @property
+    def shapes_memory(self) -> bool:
         """It holds nothing more."""
-        return self.off
+        return False
 
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["static_graph"] = True

@@ -62,6 +62,10 @@ class Parallel(SpreadTechnique):
         choices += [f"hsdp:{number}" for number in divisors(size) if 1 < number < size]
         return tuple(choices)
 
+    def shapes_micro_batch(self, choice: Choice) -> bool:
+        """What is sharded of the optimizer alone is not needed there."""
+        return choice != ZERO1
+
     def conflict(self, config: Config) -> str:
         if config[self.name] != DDP and config["optimizer_state"] != "default":
             return "a shard of the state is not kept in another way: leave optimizer_state at its default"

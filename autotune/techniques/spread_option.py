@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Setting
 
@@ -36,8 +36,7 @@ class SpreadOption(SpreadTechnique):
 
     of_shards: ClassVar[bool]
 
-    @property
-    def shapes_update(self) -> bool:
+    def shapes_update(self, choice: Choice) -> bool:
         """It concerns the passes and how gradients are put together."""
         return False
 

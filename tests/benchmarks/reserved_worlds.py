@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -17,12 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.fsdp
-import torch.distributed.optim
 
-from autotune.devices import open_device
+from autotune.devices import HIDDEN, open_device
 from autotune.devices.targets import target_of
 from autotune.group import join
 from autotune.prediction.job import trace_plan
@@ -124,8 +125,8 @@ def record(models: Sequence[str], sizes: Sequence[int]) -> None:
     """Measure every row of these models in worlds of these sizes that is not kept, and keep each at once."""
     for size in sizes:
         for model in models:
-            task = task_of(model)
-            prepare(task, techniques.complete({"batch_size": 2}), device="cpu", world=ALONE)  # ranks import nothing
+            with mock.patch.dict(os.environ, HIDDEN | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+                prepare(task_of(model), techniques.complete({}), device="cpu", world=ALONE)  # ranks then import nothing
             for config in configs_of(model, size):
                 rows = recorded()
                 if any((row.model, row.world_size, row.config) == (model, size, config) for row in rows):
