@@ -60,6 +60,7 @@ class Capabilities:
         foreach: torch's optimizers take lists of tensors there unless they are told otherwise.
         collectives: the backends of torch's process group for what several of them train together; on a device of its own what
             is decided together goes over the host, which does not wait for the device.
+        communicator_bytes: what these keep of its memory for buffers, outside torch's allocator, roughly.
         saving_pays: memory that is saved makes larger batches, which are faster; without that it is searched only if asked for.
     """
 
@@ -78,6 +79,7 @@ class Capabilities:
     triton: bool = False
     foreach: bool = False
     collectives: str = "gloo"
+    communicator_bytes: int = 0
     saving_pays: bool = False
 
 

@@ -76,6 +76,9 @@ def configs_of(model: str, world_size: int) -> Iterator[dict[str, Any]]:
 
 def train(model: str, config: dict[str, Any], world: World, store: Path) -> dict[str, Any]:
     """Train for a few steps in this process, as one rank of a world."""
+    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = (
+        "0"  # its thread reads the store, and aborts where a busy machine is slow
+    )
     device = open_device(f"cuda:{world.rank}")
     device.enter()
     join(world, device.torch_device, store)
