@@ -109,7 +109,7 @@ class Copies(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self._holds_gradients, self._synchronizes = gradient_as_bucket_view, True
+        self._holds_gradients, self._synchronizes, self._is_summing = gradient_as_bucket_view, True, False
         self._limits = [bucket_cap_mb * MIB] if bucket_cap_mb else [FIRST_BUCKET_MIB * MIB, BUCKET_MIB * MIB]
         kinds = nn.Embedding, nn.EmbeddingBag
         sparse = {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}  # in no bucket
@@ -141,7 +141,7 @@ class Copies(nn.Module):
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter], limits: Sequence[int]) -> None:
         groups, _ = distributed._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
-            parameters, limits, [False] * len(parameters)
+            [*parameters], [*limits], [False] * len(parameters)
         )
         buckets = []
         for group in groups:
@@ -159,7 +159,15 @@ class Copies(nn.Module):
     def _take(self, parameter: nn.Parameter) -> None:
         if not self._synchronizes:
             return
+        if not self._is_summing:  # as DDP does once all gradients are there, and before
+            self._is_summing = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._sum)
         if not self._is_grouped:
             self._came.append(parameter)
         if self._holds_gradients:
             parameter.grad = self._views[id(parameter)]
+
+    def _sum(self) -> None:
+        self._is_summing = False
+        for bucket in self.buckets:
+            distributed.all_reduce(bucket)
