@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autotune.devices import open_device
+from autotune.devices import capabilities_of, name_devices, open_device
 from autotune.devices.cuda import CudaDevice
 from autotune.devices.targets import card_of, target_of
 from autotune.errors import ConfigError
 from autotune.prediction.traces import Traces
 from autotune.records.capacity import MemoryPrediction
-from autotune.records.config import Choice, Config, ProbeSettings
+from autotune.records.config import Choice, Config, ProbeSettings, World
 from autotune.records.device import NOT_MEASURED, DeviceInfo
 from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
@@ -322,10 +323,11 @@ def predict(
     """
     started = time.monotonic()
     asked, info = _of_a_target(PredictOptions, options, config)
+    world = _asked_world(asked)
     ends = started + asked.timeout_s
     source = TaskSource.of(task).with_global_batch(asked.global_batch)
     with _tracing(source, asked.device if asked.gpu is None else "cpu", logs, asked.timeout_s) as runner:
-        only = None if config is None else _complete(config, runner)
+        only = None if config is None else _complete(config, runner, world)
         calibration, _ = calibrate_device(runner, info, logs) if asked.gpu is None else (NOT_MEASURED, "")
         job = InspectJob(
             memory_limit_bytes=None,
@@ -333,14 +335,15 @@ def predict(
             calibration=calibration,
             absent=None if asked.gpu is None else info,
             trained={} if only is None else runner.techniques.trained(only),
+            world=world,
             trains=False,
         )
         inspection = inspect(runner, job, asked.timeout_s)
         space, _ = build_space(inspection, runner.techniques)
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
-        cache = TraceCache(logs, inspection.facts, target, sizes, runner.techniques.trained(space.baseline))
-        tracing = Tracing(runner, lambda: configs, target, cache, max(0.0, ends - time.monotonic()))
+        cache = TraceCache(logs, inspection.facts, target, sizes, runner.techniques.trained(space.baseline), world)
+        tracing = Tracing(runner, lambda: configs, target, cache, max(0.0, ends - time.monotonic()), world=world)
 
         def predicted(traces: Traces, *, late: bool = False) -> MemoryPrediction:
             return predict_fit(
@@ -348,7 +351,7 @@ def predict(
                 space,
                 traces,
                 only,
-                memory_limit_bytes=asked.memory_limit_bytes or info.free_bytes,
+                memory_limit_bytes=asked.memory_limit_bytes or _free_bytes(info, world),
                 headroom=asked.headroom,
                 ended_after_s=asked.timeout_s if late else None,
                 trace_s=tracing.wall_s,
@@ -441,6 +444,22 @@ def _of_a_target(
     return asked, info
 
 
+def _asked_world(asked: PredictOptions | ExplainOptions) -> World:
+    """The processes that are to train together, each on a device of its own; those of another machine are counted alone."""
+    if asked.gpu is None:
+        return World(size=len(name_devices(asked.devices, asked.device)))
+    if not re.fullmatch(r"[1-9]\d*", asked.devices):
+        raise ConfigError(
+            f"--devices {asked.devices} names devices of this machine; give the number of --gpu {asked.gpu}"
+        )
+    return World(size=int(asked.devices))
+
+
+def _free_bytes(info: DeviceInfo, world: World) -> int:
+    """Of a device, for one process of a world: those of a CPU share its memory."""
+    return info.free_bytes if capabilities_of(info.name).own_memory else info.free_bytes // world.size
+
+
 def _tracing(source: TaskSource, device: str, logs: Path, timeout_s: float) -> Runner:
     """A runner that inspects and traces, on any system, once the task is imported within `timeout_s`."""
     place = logs / f"{source.name}.logs"
@@ -453,9 +472,9 @@ def _total_bytes(device: str) -> int:
     return open_device(device).info().total_bytes
 
 
-def _complete(config: Mapping[str, Choice], runner: Runner) -> Config:
+def _complete(config: Mapping[str, Choice], runner: Runner, world: World | None = None) -> Config:
     """A full config, with the baseline's batch where it names none. Raises ConfigError."""
     stated = runner.stated
     return runner.techniques.complete(
-        config, global_batch=stated.global_batch, baseline=stated.baseline, world=runner.world
+        config, global_batch=stated.global_batch, baseline=stated.baseline, world=world or runner.world
     )

@@ -100,13 +100,16 @@ class Session:
             self.update()
         return loss
 
-    def accumulate(self, batch: Any) -> torch.Tensor:
+    def accumulate(self, batch: Any, *, is_last: bool = True) -> torch.Tensor:
         """Add the gradient of the mean loss over `batch` to the parameters' gradients: the first half of `step`.
 
         Micro batches are weighted by the number of terms in their mean loss, so the sum is the gradient of the whole
         batch and not the mean of means. A micro batch without terms (no label in it counts) is left out, as the whole
         batch would do. If none has a term, loss and gradient are those that the task's loss gives for no terms, as in
         plain training: NaN and zero for torch's cross entropy.
+
+        Args:
+            is_last: of the step, so that processes of a world put their gradients together.
         """
         micro_batches = self._micro_batches(batch)
         if self.task.takes_whole_steps:  # updates included
@@ -124,7 +127,7 @@ class Session:
                     f"this process's part of the batch makes {len(micro_batches)} micro batches, and another's makes another "
                     "number: all processes have to take as many; give each as many samples"
                 )
-            return self._accumulate_together(micro_batches, self._spread)
+            return self._accumulate_together(micro_batches, self._spread, is_last)
         self._position, shares = 0, [1.0]
         if len(micro_batches) > 1:  # of one alone no terms are counted, which would wait for the device
             shares = shares_of(list(map(self.task.weight, micro_batches, micro_batches.sizes)))
@@ -145,7 +148,7 @@ class Session:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         return loss.detach()
 
-    def _accumulate_together(self, micro_batches: StepBatch, spread: Spread) -> torch.Tensor:
+    def _accumulate_together(self, micro_batches: StepBatch, spread: Spread, is_last: bool) -> torch.Tensor:
         """`accumulate` over all processes of the world, each with as many micro batches as the others.
 
         Gradients are averaged over the processes, so that each weights its micro batches by their terms, times the number of
@@ -158,7 +161,7 @@ class Session:
         shares = torch.where(of_all > 0, weights * self.world.size / of_all, 1 / len(weights))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for self._position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
-            with spread.synchronizing(self._position == len(weights) - 1):
+            with spread.synchronizing(is_last and self._position == len(weights) - 1):
                 loss = self._backward(micro, share)
             total = total + torch.where(share > 0, loss, torch.zeros_like(loss))
         self.own_loss = total

@@ -143,18 +143,20 @@ class Space:
                 yield config
 
     def tracing(self) -> Iterator[Config]:
-        """Configs whose traces cover the space: the baseline, each combination of the techniques of one phase that shape
-        memory, and each batch size. Choices that cannot be traced are left out.
+        """Configs whose traces cover the space: the baseline, each combination of the techniques that shape what is trained, a
+        micro batch, or an update, and each batch size. Choices that cannot be traced are left out.
         """
         yield self.baseline
-        together: dict[Phase, list[str]] = {}
-        for name, technique in self.techniques.items():
-            if technique.shapes_memory:
-                together.setdefault(technique.phase, []).append(name)
-        for names in (*together.values(), [BATCH_SIZE]):
+        known = self.techniques.items()
+        trained = [name for name, technique in known if technique.phase is Phase.TASK]
+        of_micro_batch = [n for n, technique in known if any(map(technique.shapes_micro_batch, self.choices[n]))]
+        of_update = [n for n, technique in known if any(map(technique.shapes_update, self.choices[n]))]
+        for names in (trained, of_micro_batch, of_update, [BATCH_SIZE]):
             traced = ([c for c in self.choices[name] if not self.why_untraced(name, c)] for name in names)
             for values in itertools.product(*traced):
-                yield self.complete(dict(zip(names, values, strict=True)))
+                config = self.complete(dict(zip(names, values, strict=True)))
+                if not any(self._is_redundant(technique, config) for technique in self._switched):
+                    yield config
 
     def why_untraced(self, name: str, choice: Choice) -> str:
         """Why the memory of configs with this choice is learned from probes alone; empty where it is traced."""

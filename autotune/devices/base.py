@@ -61,6 +61,7 @@ class Capabilities:
         foreach: torch's optimizers work on lists of tensors there by default.
         collectives: the backends of torch's process group where several processes train together; a GPU's has one for the host,
             too, so that decisions taken together do not wait for the GPU.
+        communicator_bytes: what these keep of a device's memory for buffers, outside torch's allocator, roughly.
         saving_pays: saved memory allows larger batches, which are faster; where it does not pay, techniques that only save memory
             are searched only if asked for.
     """
@@ -80,6 +81,7 @@ class Capabilities:
     triton: bool = False
     foreach: bool = False
     collectives: str = "gloo"
+    communicator_bytes: int = 0
     saving_pays: bool = False
 
 

@@ -1,13 +1,14 @@
 """How much memory CUDA's caching allocator takes from the card to serve a program's allocations, and whole training steps'.
 
-It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch for one stream, with its default settings unless the environment has others:
+It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch, with its default settings unless the environment has others:
 
 - a request is rounded up to 512 B;
 - requests of up to 1 MiB are served from segments of 2 MiB (the small pool), others (the large pool) from segments of
   20 MiB or, from 10 MiB on, of the request rounded up to 2 MiB;
 - a free block is taken by best fit: the smallest that is large enough, of those the one at the lowest address;
 - a block that is larger than asked for is split if 512 B are left (small pool) or more than 1 MiB (large pool);
-- a freed block is joined with the free blocks beside it in its segment, and segments are kept.
+- a freed block is joined with the free blocks beside it in its segment, and segments are kept;
+- each stream has pools of its own. That a block which another stream uses is free only once that is done is not followed.
 
 Of the settings, `expandable_segments` makes each pool one segment that grows by 2 or 20 MiB, `max_split_size_mb` keeps large blocks
 whole, and `roundup_power2_divisions` (one number for all sizes) rounds requests up.
@@ -100,28 +101,36 @@ def _programs_by_size(
 ) -> dict[int, list[_Program]]:
     """Batch size -> programs with one micro batch a step, and with more."""
 
-    def programs(alone_and_beside: Sequence[Sequence[Event]]) -> list[_Program]:
-        steps = (_two_steps(micro.before, alone_and_beside[:number], updates) for number in (1, 2))
+    def programs(alone: Sequence[Event], *several: Sequence[Event]) -> list[_Program]:
+        steps = (_two_steps(micro, micro_batches, updates) for micro_batches in ((alone,), several))
         return [_Program.of(events, held_bytes) for events in steps]
 
-    small, large = (micro.alone[0], micro.beside[0]), (micro.alone[-1], micro.beside[-1])
-    of_small = programs([traced.events for traced in small])
+    first = micro.first or micro.alone
+    small, large = (micro.alone[0], first[0], micro.beside[0]), (micro.alone[-1], first[-1], micro.beside[-1])
+    of_small = programs(*(traced.events for traced in small))
     low, high = small[0].batch_size, large[0].batch_size
     if not all(map(are_aligned, small, large)):
-        return {low: of_small, high: programs([traced.events for traced in large])}
+        return {low: of_small, high: programs(*(traced.events for traced in large))}
     pairs = [zip(a.events, b.events, strict=True) for a, b in zip(small, large, strict=True)]
-    of_large = programs([[a._replace(size_bytes=b.size_bytes) for a, b in pair] for pair in pairs])  # the same storages
+    of_large = programs(
+        *([a._replace(size_bytes=b.size_bytes) for a, b in pair] for pair in pairs)
+    )  # the same storages
     shares = {size: (size - low) / (high - low) for size in batch_sizes}
     return {
         size: [a.towards(b, share) for a, b in zip(of_small, of_large, strict=True)] for size, share in shares.items()
     }
 
 
-def _two_steps(before: Iterable[Event], micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
+def _two_steps(micro: MicroSteps, micro_batches: Sequence[Sequence[Event]], updates: Updates) -> list[Event]:
     """A program as a probe's: the model, a step that allocates the optimizer's state in between, and another step."""
-    program = list(before)
+    program = list(micro.before)
     offsets = itertools.count(_KEYS_PER_PASS, _KEYS_PER_PASS)
-    for update in (updates.first, updates.second):
+    if micro.spread:
+        rehearsed = _append(program, micro_batches[0], next(offsets))
+        program += [gradient._replace(allocates=False) for gradient in rehearsed]
+        program += micro.spread
+    for between, update in (((), updates.first), (micro.regrouped, updates.second)):
+        program += between
         gradients: list[Event] = []
         for events in micro_batches:
             gradients += _append(program, events, next(offsets))
@@ -150,6 +159,7 @@ class _Program:
         places: numbers of the storages, from 0 on.
         sizes: bytes of each, which are whole numbers.
         allocates: or frees.
+        streams: on which each is allocated.
         held_bytes: what libraries hold from the allocator, before and after.
         stepped: row -> of a size that is no line in the batch size.
     """
@@ -157,6 +167,7 @@ class _Program:
     places: list[int]
     sizes: Array
     allocates: list[bool]
+    streams: list[int]
     held_bytes: tuple[int, ...]
     stepped: dict[int, Stepped]
 
@@ -164,10 +175,10 @@ class _Program:
     def of(cls, events: Iterable[Event], held_bytes: Sequence[int] = ()) -> _Program:
         """The same as columns."""
         numbers: dict[int, int] = {}
-        rows = [(numbers.setdefault(key, len(numbers)), size_bytes, allocates) for key, size_bytes, allocates in events]
-        sizes = np.array([row[1] for row in rows], dtype=float)
-        stepped = {number: row[1] for number, row in enumerate(rows) if isinstance(row[1], Stepped)}
-        return cls([row[0] for row in rows], sizes, [row[2] for row in rows], tuple(held_bytes), stepped)
+        rows = [(numbers.setdefault(key, len(numbers)), *others) for key, *others in events]
+        places, sizes, allocates, streams = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
+        stepped = {number: size for number, size in enumerate(sizes) if isinstance(size, Stepped)}
+        return cls(places, np.array(sizes, dtype=float), allocates, streams, tuple(held_bytes), stepped)
 
     def towards(self, other: _Program, share: float) -> _Program:
         """The same storages with sizes between this program's, at 0, and another's, at 1, or beyond."""
@@ -186,10 +197,12 @@ class _Program:
         allocator.set(settings)
         rounded = [_rounded(size, settings.divisions) if size > 0 else 0 for size in map(int, self.sizes.tolist())]
         living: list[_Block | None] = [None] * len(self.places)
-        for place, size_bytes, allocates in zip(self.places, rounded, self.allocates, strict=True):
+        for place, size_bytes, allocates, stream in zip(
+            self.places, rounded, self.allocates, self.streams, strict=True
+        ):
             if allocates:
                 if size_bytes:
-                    living[place] = allocator.allocate_rounded(size_bytes)
+                    living[place] = allocator.allocate_rounded(size_bytes, stream)
             elif (block := living[place]) is not None:
                 allocator.free(block)
                 living[place] = None
@@ -273,21 +286,32 @@ class _Pool:
 class _CachingAllocator:
     def __init__(self, settings: Settings = Settings()) -> None:
         self.reserved_bytes = 0  # segments are kept
-        self._small = _Pool(_MIN_BLOCK_BYTES, _SMALL_SEGMENT_BYTES)
-        self._large = _Pool(_SMALL_BYTES + 1, _LARGE_SEGMENT_BYTES)
-        self.set(settings)
+        self._pools: dict[int, tuple[_Pool, _Pool]] = {}  # small and large, by stream
+        self._settings = settings
 
     def set(self, settings: Settings) -> None:
         """Change the settings from now on, as techniques do once a context and its libraries are there."""
         self._settings = settings
-        self._large.smallest_rest_bytes = _MIN_BLOCK_BYTES if settings.expandable else _SMALL_BYTES + 1
-        self._large.max_split_bytes = settings.max_split_bytes
+        for _, large in self._pools.values():
+            self._set_up(large)
+
+    def _set_up(self, large: _Pool) -> None:
+        large.smallest_rest_bytes = _MIN_BLOCK_BYTES if self._settings.expandable else _SMALL_BYTES + 1
+        large.max_split_bytes = self._settings.max_split_bytes
+
+    def _pools_of(self, stream: int) -> tuple[_Pool, _Pool]:
+        if stream not in self._pools:
+            large = _Pool(_SMALL_BYTES + 1, _LARGE_SEGMENT_BYTES)
+            self._pools[stream] = _Pool(_MIN_BLOCK_BYTES, _SMALL_SEGMENT_BYTES), large
+            self._set_up(large)
+        return self._pools[stream]
 
     def allocate(self, request_bytes: int) -> _Block:
         return self.allocate_rounded(_rounded(request_bytes, self._settings.divisions))
 
-    def allocate_rounded(self, size_bytes: int) -> _Block:
-        pool = self._small if size_bytes <= _SMALL_BYTES else self._large
+    def allocate_rounded(self, size_bytes: int, stream: int = 0) -> _Block:
+        small, large = self._pools_of(stream)
+        pool = small if size_bytes <= _SMALL_BYTES else large
         block = pool.take_best_fit(size_bytes)
         if block is None:
             block = self._reserve(pool, size_bytes)

@@ -24,7 +24,8 @@ from autotune.prediction.fakes import Fakes, why_values_are_needed
 from autotune.prediction.passes import MicroSteps, Pass, Updates, are_aligned
 from autotune.prediction.storages import StorageTracker
 from autotune.prediction.traces import Purpose
-from autotune.records.config import ACCUMULATION, ALONE, BATCH_SIZE, DEFAULT_BATCH_SIZE, Choice, Config
+from autotune.prediction.worlds import Spreading
+from autotune.records.config import ACCUMULATION, ALONE, BATCH_SIZE, Choice, Config, World
 from autotune.records.device import Work
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
@@ -33,6 +34,8 @@ from autotune.task.batches import StepBatch, map_tensors, tensors
 from autotune.task.usercode import is_allocation_failure
 from autotune.techniques import Phase, Recomputation, Technique, Techniques, UnsupportedError
 from autotune.units import format_bytes
+
+FEW = 2  # samples of the micro batch by which a session finds out what it needs to know
 
 
 class TraceError(Exception):
@@ -50,13 +53,22 @@ class Tracer:
         target: the kind of device to predict.
         techniques: of the configs.
         host_bytes: what this process may take of the host's memory; None where nothing bounds it.
+        world: the processes that train the model together, whose group this one has joined (`autotune.prediction.worlds`).
 
     Raises:
         TraceError: the model cannot be built, or the dataset cannot be made.
     """
 
-    def __init__(self, task: Task, target: Target, techniques: Techniques, host_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        target: Target,
+        techniques: Techniques,
+        host_bytes: int | None = None,
+        world: World = ALONE,
+    ) -> None:
         self.techniques = techniques
+        self._world = replace(world, data_parallel=1)  # no samples are read, and so none are shared out
         with _explained():
             self._fakes = Fakes(task, target, techniques, host_bytes)
             task = self._fakes.task
@@ -109,11 +121,12 @@ class Tracer:
     @contextmanager
     def run(self, config: Config) -> Iterator[Run]:
         """A session of `config` on fake tensors, to be run inside. Raises TraceError for whatever is raised inside."""
-        with _explained(), self._fakes.run() as tracker:
+        with _explained(), self._fakes.run() as tracker, (spreading := Spreading(tracker)).followed():
             session = self._session(config)
             if session.task.takes_whole_steps:
                 raise TraceError("the task's own step is one unit")
-            run = Run(session, tracker, self._fakes, self.techniques, on_gpu=capabilities_of(self._target).own_memory)
+            on_gpu = capabilities_of(self._target).own_memory
+            run = Run(session, tracker, self._fakes, self.techniques, spreading, on_gpu=on_gpu)
             self._model = run.session.model
             with run.observed():
                 yield run
@@ -133,18 +146,26 @@ class Tracer:
     def _session(self, config: Config) -> Session:
         unseen = (Phase.LOADER, Phase.PROCESS)  # by what is allocated
         off = {t.name: t.off for t in self.techniques.values() if t.phase in unseen}
-        config = config.replace(**off, **{BATCH_SIZE: DEFAULT_BATCH_SIZE, ACCUMULATION: 1})
-        return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE, world=ALONE)
+        config = config.replace(**off, **{BATCH_SIZE: FEW, ACCUMULATION: 1})
+        return prepare(self._session_task, config, device=CpuDevice(), on_oom=RAISE, world=self._world)
 
 
 class Run:
     """A session on fake tensors, and what is seen of it."""
 
     def __init__(
-        self, session: Session, tracker: StorageTracker, fakes: Fakes, techniques: Techniques, *, on_gpu: bool
+        self,
+        session: Session,
+        tracker: StorageTracker,
+        fakes: Fakes,
+        techniques: Techniques,
+        spreading: Spreading,
+        *,
+        on_gpu: bool,
     ) -> None:
         self.session = session
         self.tracker = tracker
+        self.spreading = spreading
         self.fakes = fakes
         self.on_gpu = on_gpu
         constants = (*session.model.parameters(), *session.model.buffers())
@@ -158,12 +179,16 @@ class Run:
 
     def micro_steps(self, batches: Mapping[int, Any]) -> MicroSteps:
         """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
-        alone, beside, before = [], [], tuple(self.tracker.events)
-        ends = min(batches), max(batches)
+        ends, in_world = (min(batches), max(batches)), self.session.world.size > 1
+        begun = self._begun(batches[ends[0]])
+        alone, first, beside = [], [], []
         for size, batch in batches.items():
             inputs = self.inputs(batch)
             with self._counted() as work:
                 alone.append(replace(self.micro_step(size, inputs), work=work))
+            if size in ends and in_world:
+                self.session.optimizer.zero_grad(set_to_none=True)
+                first.append(self.micro_step(size, inputs, is_last=False))
             if size in ends:
                 beside.append(self.micro_step(size, inputs))
             self.session.optimizer.zero_grad(set_to_none=True)
@@ -171,7 +196,26 @@ class Run:
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
             again = self.micro_step(ends[0], self.inputs(batches[ends[0]]))
             alone[0] = replace(again, work=alone[0].work)
-        return MicroSteps(alone=tuple(alone), beside=tuple(beside), before=before)
+        return replace(begun, alone=tuple(alone), beside=tuple(beside), first=tuple(first) or None)
+
+    def _begun(self, batch: Any) -> MicroSteps:
+        """What was allocated and freed so far. In a world also by a micro batch that does what is done once there."""
+        events = self.tracker.events
+        if self.session.world.size == 1:
+            return MicroSteps(alone=(), beside=(), before=tuple(events))
+        end = start = len(events)
+        if self.spreading.copies is not None:
+            end = self.spreading.num_events
+        self.micro_step(FEW, self.inputs(batch))
+        self.session.optimizer.zero_grad(set_to_none=True)
+        kept = [event for event in events[start:] if event.allocates and event.key in self.tracker.living()]
+        return MicroSteps(
+            alone=(),
+            beside=(),
+            before=(*events[:end], *kept),
+            spread=tuple(events[end:start]),
+            regrouped=self.spreading.regroup(),
+        )
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
         """The updates of two training steps, with the same gradients."""
@@ -210,9 +254,10 @@ class Run:
             (self.tracker.see_elsewhere if self.on_gpu else self.tracker.see)(tensor)
         return fake
 
-    def micro_step(self, batch_size: int, inputs: Any) -> Pass:
-        """A micro batch, forward and backward."""
-        return self._pass(batch_size, lambda: self.session.accumulate(StepBatch([(inputs, batch_size)])))
+    def micro_step(self, batch_size: int, inputs: Any, *, is_last: bool = True) -> Pass:
+        """A micro batch, forward and backward, the last of its step or one before it."""
+        step = StepBatch([(inputs, batch_size)])
+        return self._pass(batch_size, lambda: self.session.accumulate(step, is_last=is_last))
 
     def _pass(self, batch_size: int, work: Callable[[], Any]) -> Pass:
         gradients = self._gradients()
@@ -243,7 +288,8 @@ class Run:
         )
 
     def _gradients(self) -> set[int]:
-        return self.tracker.keys_of(p.grad for p in self.session.model.parameters() if p.grad is not None)
+        gradients = (p.grad for p in self.session.model.parameters() if p.grad is not None)
+        return self.tracker.keys_of((*gradients, *self.spreading.buckets))
 
     def _mark(self, block: int) -> None:
         self.marks.append((len(self.tracker.events), block))

@@ -38,6 +38,7 @@ from autotune.prediction.traces import (
     traced_sizes,
     update_label,
 )
+from autotune.prediction.worlds import joined
 from autotune.records.device import Work
 from autotune.task import Task
 from autotune.task.samples import dataset_size
@@ -55,6 +56,11 @@ def trace_plan(task: Task, plan: Plan, target: Target, host_bytes: int | None = 
         Messages: `begun` with a group's label, then `traces` with `Traces` as a dict: what was found, or why not. Last come
         the lengths of the samples, if the plan asks for them.
     """
+    with joined(plan.world):
+        yield from _trace_groups(task, plan, target, host_bytes)
+
+
+def _trace_groups(task: Task, plan: Plan, target: Target, host_bytes: int | None) -> Iterator[dict[str, Any]]:
     techniques = find_techniques()
     job = _Job(techniques.narrow_task(task, dict(plan.trained)), plan, target, techniques, host_bytes)
     plain = [group for group in plan.models if not group]  # which all others need
@@ -89,6 +95,7 @@ class _Job:
         self.update_trace = cache(self._update_trace)
         self.micro_steps = cache(self._micro_steps)
         self.model_trace = cache(self._model_trace)
+        self.simulated = cache(self._simulated)
 
     def update(self, group: Group) -> Traces:
         """Trace the updates of one group. Raises `TraceError` as `model` does."""
@@ -117,18 +124,20 @@ class _Job:
             TraceError: it cannot be traced, by what happened or by what a technique says.
         """
         self._require_traceable(group)
-        return Traces(target=self.target, models={group: self.model_trace(self._traced_as(group))})
+        trace = self.model_trace(self._traced_as(group), self.techniques.update_group(dict(group)))
+        return Traces(target=self.target, models={group: trace})
 
     def _require_traceable(self, group: Group) -> None:
         if reason := self.techniques.untraceable(self.techniques.complete(dict(group)), kind_of(self.target)):
             raise TraceError(reason)
 
-    def _model_trace(self, group: Group) -> ModelTrace:
+    def _model_trace(self, group: Group, shared: Group) -> ModelTrace:
+        """The trace of a group, with those updates whose groups have the same choices in common with it."""
         micro = self.micro_steps(group)
         device = capabilities_of(self.target)
         low_bytes, high_bytes = (0 if device.own_memory else self.tracer.input_bytes(size) for size in self.sizes)
         # how far a batch size between the two traced ones was off, with nothing switched on
-        deviation = self.model_trace(()).alone.deviation if group else 0.0
+        deviation = self.model_trace((), ()).alone.deviation if group else 0.0
         alone = fit_peak(micro.alone, deviation=deviation)
         trace = ModelTrace(
             alone=alone,
@@ -138,23 +147,23 @@ class _Job:
             volume=fit_volume(micro.alone),
             work=fit_work(micro.alone),
         )
-        return replace(trace, reserved=self._reserved(micro, trace)) if device.own_allocator else trace
+        return replace(trace, reserved=self._reserved(micro, trace, shared)) if device.own_allocator else trace
 
-    def _reserved(self, micro: MicroSteps, trace: ModelTrace) -> tuple[Reserved, ...]:
+    def _reserved(self, micro: MicroSteps, trace: ModelTrace, shared: Group) -> tuple[Reserved, ...]:
         def living_bytes(update: Group, batch_size: int, accumulates: bool) -> float:
             _, _, parts, _ = largest(trace, self.update_trace(update), batch_size, accumulates=accumulates)
             return sum(parts)
 
         sizes, added = allocator_sizes(self.plan.batch_sizes), self.techniques.all_allocator_settings()
-        return reserved_factors(
-            micro, self.simulated, living_bytes, sizes, added, cublas_workspaces(gpu_of(self.target))
-        )
+        held_bytes = cublas_workspaces(gpu_of(self.target))
+        return reserved_factors(micro, self.simulated(shared), living_bytes, sizes, added, held_bytes)
 
-    @cached_property
-    def simulated(self) -> dict[Group, Updates]:
-        """The updates that are simulated, plain ones first, as far as they can be traced."""
-        found: dict[Group, Updates] = {(): self.updates(())}
+    def _simulated(self, shared: Group) -> dict[Group, Updates]:
+        """The updates that are simulated with a model's group, plainest first, as far as they can be traced."""
+        found: dict[Group, Updates] = {shared: self.updates(shared)}
         for group in self.plan.simulated:
+            if self.techniques.micro_batch_group(dict(group)) != shared:
+                continue
             with contextlib.suppress(TraceError):
                 self._require_traceable(group)
                 found[group] = self.updates(group)
@@ -176,7 +185,7 @@ class _Job:
 
     @cached_property
     def tracer(self) -> Tracer:
-        return Tracer(self.task, self.target, self.techniques, self.host_bytes)
+        return Tracer(self.task, self.target, self.techniques, self.host_bytes, self.plan.world)
 
     @cached_property
     def sizes(self) -> tuple[int, int]:

@@ -35,7 +35,10 @@ def recompute(
     """
     alone = _compose((none.alone[0], none.alone[-1]), (each.alone[0], each.alone[-1]), segments, num_blocks)
     beside = _compose(none.beside, each.beside, segments, num_blocks)
-    return MicroSteps(alone=alone, beside=beside, before=each.before) if alone and beside else None
+    first = _compose(none.first, each.first, segments, num_blocks) if none.first and each.first else None
+    if not alone or not beside or (first is None) != (each.first is None):
+        return None
+    return replace(each, alone=alone, beside=beside, first=first)
 
 
 def _compose(
@@ -69,6 +72,7 @@ class _Storage(NamedTuple):
     made_in: Section
     sizes: tuple[int, int]  # bytes at both batch sizes
     freed_in: Section | None
+    stream: int
 
     @property
     def likeness(self) -> Likeness:
@@ -108,7 +112,8 @@ def _cut(low: Pass, high: Pass, num_blocks: int) -> _Source | None:
         return None
     pairs = zip(low.events, high.events, strict=True)
     sizes = {event.key: (event.size_bytes, other.size_bytes) for event, other in pairs if event.allocates}
-    storages = {key: _Storage(name, sizes[key], freed_in.get(key)) for key, name in made_in.items()}
+    streams = {event.key: event.stream for event in low.events if event.allocates}
+    storages = {key: _Storage(name, sizes[key], freed_in.get(key), streams[key]) for key, name in made_in.items()}
     frees: dict[Section, list[int]] = {name: [] for name in names}
     for key in storages:
         if key in freed_in:
@@ -134,7 +139,7 @@ class _Composer:
             kept_for: where it is run again, the sections that need its results.
         """
         source, other = self.sources[number], self.sources[1 - number]
-        for key, _, allocates in source.sections[name]:
+        for key, _, allocates, _ in source.sections[name]:
             if not allocates:
                 self._free_or_like(number, key, name)
             elif kept_for is None or source.storages[key].freed_in in (name, *kept_for):
@@ -206,12 +211,15 @@ class _Composer:
 
     def result(self) -> tuple[Pass, Pass]:
         """The pass at both batch sizes."""
-        sizes = {new: self.sources[number].storages[key].sizes for new, (number, key) in self.origin.items()}
+        storages = {new: self.sources[number].storages[key] for new, (number, key) in self.origin.items()}
         each = self.sources[1]
         low, high = (
             replace(
                 base,
-                events=tuple(Event(new, sizes[new][which], allocates) for new, allocates in self.events),
+                events=tuple(
+                    Event(new, storages[new].sizes[which], allocates, storages[new].stream)
+                    for new, allocates in self.events
+                ),
                 purposes={key: base.purposes[key] for key in base.held} | self._of_origin("purposes"),
                 modules=self._of_origin("modules"),
                 marks=(),

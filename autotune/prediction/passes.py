@@ -31,11 +31,13 @@ class Event(NamedTuple):
         key: the same for the allocation and the freeing of one storage, and never used again.
         size_bytes: the storage's own size, before an allocator rounds it.
         allocates: True when it is allocated, False when it is freed.
+        stream: number of the stream on which it is allocated; 0 is the one on which a model computes.
     """
 
     key: int
     size_bytes: int
     allocates: bool
+    stream: int = 0
 
     @property
     def change_bytes(self) -> int:
@@ -75,11 +77,17 @@ class MicroSteps:
         alone: with no gradients before it, in increasing order of the batch sizes.
         beside: of the smallest and the largest batch size a second one, beside the gradients of the first.
         before: what was allocated and freed before all of them.
+        first: of the smallest and the largest batch size the micro batch that `beside` follows; None where that is as `alone`.
+        spread: what follows `before` and a micro batch of which nothing is left, where the model is spread so over a world.
+        regrouped: what follows the first step.
     """
 
     alone: tuple[Pass, ...]
     beside: tuple[Pass, ...]
     before: tuple[Event, ...]
+    first: tuple[Pass, ...] | None = None
+    spread: tuple[Event, ...] = ()
+    regrouped: tuple[Event, ...] = ()
 
 
 class Updates(NamedTuple):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, cast
 from unittest import mock
 
@@ -138,6 +138,10 @@ class StorageTracker(TorchDispatchMode):
         self.scope: str | None = None
         self.work: Work | None = None
         self.in_backward = False
+        self._streams: dict[Any, int] = {
+            torch.cpu.current_stream(): 0
+        }  # numbers; FSDP2 enters those of a GPU on a CPU, too
+        self._is_blind = False
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
         self._living: dict[int, _Reference] = {}  # by the address of the storage
@@ -166,6 +170,8 @@ class StorageTracker(TorchDispatchMode):
                 result = args[0]
         if result is NotImplemented:
             result = func(*args, **kwargs) if kwargs else func(*args)
+        if self._is_blind:
+            return result
         if self.work is not None:
             count(self.work, func, args, kwargs or {}, result)
         rule = self._workspace_of(func)
@@ -204,6 +210,15 @@ class StorageTracker(TorchDispatchMode):
     def __exit__(self, *exc_info: Any) -> None:
         self._unpatched.close()
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What runs inside, and is gone in the end, is not recorded."""
+        was_blind, self._is_blind = self._is_blind, True
+        try:
+            yield
+        finally:
+            self._is_blind = was_blind
 
     def begin_with(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget all that was seen: these alone are there, allocated in this order."""
@@ -251,7 +266,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _allocate(self, size_bytes: int) -> int:
         self.last_key += 1
-        self.events.append(Event(self.last_key, size_bytes, True))
+        stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+        self.events.append(Event(self.last_key, size_bytes, True, stream))
         self.scopes[self.last_key] = self.scope
         return self.last_key
 
@@ -281,7 +297,7 @@ class StorageTracker(TorchDispatchMode):
         new tensor where that is not a plain one, such as a fake one (torch/csrc/autograd/input_buffer.cpp).
         """
         self._sum = None
-        if self.events[-1] != Event(result.key, first.size_bytes, True):
+        if self.events[-1][:3] != (result.key, first.size_bytes, True):
             return False
         self.events.pop()
         result.key = first.key

@@ -23,7 +23,7 @@ from autotune.records.outcome import Measurement
 from autotune.records.result import DeviceUse
 from autotune.space import Space
 from autotune.task.unequal_samples import LengthDistribution
-from autotune.techniques import Factor, Phase, Techniques
+from autotune.techniques import Factor, Techniques
 
 SHORT_TYPES = (BF16, FP16)
 SHORTENED = 0.75  # of the bytes of other operators, where autocast makes about half of their tensors short
@@ -232,7 +232,7 @@ class Roofline:
         fastest_s = self._arithmetic_s(size, arithmetic)
         if not fastest_s or not self.calibration.bytes_per_s:
             return None
-        own = self.traces.models.get(techniques.switched_on(config, Phase.MODEL))
+        own = self.traces.models.get(techniques.micro_batch_group(config))
         constant, slope = (own.work if own is not None and own.work is not None else self.work).moved_bytes
         bytes_per_s = self._width(size) * (constant / size + slope) * samples_per_s
         return DeviceUse(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autotune.records.capacity import Breakdown
-from autotune.records.config import Choice, Config
+from autotune.records.config import ALONE, Choice, Config, World
 from autotune.records.formats import Record, decode
 from autotune.task.unequal_samples import LengthDistribution
 from autotune.techniques import Phase, Techniques
@@ -203,8 +203,8 @@ class ModelTrace:
         if not self.reserved:
             return 1.0, 0.0
         known = {(each.update, each.added): each for each in self.reserved}
-        found = known.get((update, added)) or known.get(((), added)) or self.reserved[0]
-        return found.factor(batch_size, accumulates=accumulates)
+        alike = (each for each in self.reserved if each.added == added)
+        return (known.get((update, added)) or next(alike, self.reserved[0])).factor(batch_size, accumulates=accumulates)
 
     def joined(self, other: ModelTrace) -> ModelTrace:
         """`other`, a trace of the same group, with those entries of `reserved` that only this one has."""
@@ -282,9 +282,9 @@ class Traces:
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
         """
-        model = self.models.get(techniques.switched_on(config, Phase.MODEL))
-        on_optimizer = techniques.switched_on(config, Phase.OPTIMIZER)
-        update = self.updates.get(on_optimizer)
+        model = self.models.get(techniques.micro_batch_group(config))
+        update_group = techniques.update_group(config)
+        update = self.updates.get(update_group)
         if model is None or update is None:
             return None
         size, accumulates = config.batch_size, config.accumulation_steps > 1
@@ -293,7 +293,7 @@ class Traces:
             model.input_bytes[0] + model.input_bytes[1] * size
         )
         added = techniques.allocator_settings(config)
-        factor, factor_deviation = model.reserved_factor(size, on_optimizer, accumulates=accumulates, added=added)
+        factor, factor_deviation = model.reserved_factor(size, update_group, accumulates=accumulates, added=added)
         modules = piece.modules if in_micro_batch else ()
         held_by = [(name, round(constant + slope * size)) for name, constant, slope in modules]
         breakdown = Breakdown(
@@ -353,10 +353,11 @@ class Plan(Record):
     Attributes:
         models: groups of techniques that act on the model, nothing switched on first.
         updates: groups of techniques that act on the optimizer, likewise.
-        simulated: the same with those that are known: the caching allocator is simulated with each.
+        simulated: the same with those that are known: the caching allocator is simulated with each that goes with a model's.
         batch_sizes: of the space, in increasing order.
         lengths: whether to look at the lengths of samples, too.
         trained: what is trained, where it is not the task as it stands: the same for all groups.
+        world: the processes that train together; rank 0 is traced.
     """
 
     models: tuple[Group, ...]
@@ -365,6 +366,7 @@ class Plan(Record):
     lengths: bool = True
     trained: Group = ()
     simulated: tuple[Group, ...] = ()
+    world: World = ALONE
 
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed."""
@@ -381,23 +383,23 @@ class Plan(Record):
         return [*map(model_label, self.models), *map(update_label, self.updates)]
 
 
-def plan_traces(configs: Iterable[Config], techniques: Techniques) -> Plan:
+def plan_traces(configs: Iterable[Config], techniques: Techniques, world: World = ALONE) -> Plan:
     """What to trace for `configs`, which all train the same: with nothing switched on first, since all others are compared
     with it, then what switches on the least.
     """
     configs = list(configs)
 
-    def groups(phase: Phase) -> tuple[Group, ...]:
-        found = dict.fromkeys([(), *(techniques.switched_on(config, phase) for config in configs)])
-        return tuple(sorted(found, key=len))
+    def groups(of_config: Callable[[Config], Group]) -> tuple[Group, ...]:
+        return tuple(sorted(dict.fromkeys([(), *map(of_config, configs)]), key=len))
 
-    updates = groups(Phase.OPTIMIZER)
+    updates = groups(techniques.update_group)
     return Plan(
-        models=groups(Phase.MODEL),
+        models=groups(techniques.micro_batch_group),
         updates=updates,
         batch_sizes=tuple(sorted({config.batch_size for config in configs})),
         trained=techniques.switched_on(configs[0], Phase.TASK) if configs else (),
         simulated=updates,
+        world=world,
     )
 
 

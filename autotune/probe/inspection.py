@@ -47,6 +47,11 @@ if TYPE_CHECKING:
 CHANGES_LEARNING = "it changes what is learned"
 
 
+def outside_in(world: World, device: Device) -> int:
+    """What a process of a world holds of its device outside torch's allocator, before it has a model."""
+    return device.outside_bytes() + (device.capabilities.communicator_bytes if world.size > 1 else 0)
+
+
 def inspect_task(
     task: Task,
     *,
@@ -77,7 +82,7 @@ def inspect_task(
         Exception: memory ran out before the first step, or because other processes hold it.
     """
     opened = _enter(device, memory_limit_bytes)
-    info, outside_bytes, techniques = opened.info(), opened.outside_bytes(), find_techniques()
+    info, outside_bytes, techniques = opened.info(), outside_in(world, opened), find_techniques()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrow_task(task, chosen)
     first = _first_step(task, opened, techniques, world, trains=untrained is None)

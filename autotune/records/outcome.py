@@ -86,9 +86,7 @@ class Measurement:
     slow_rank: int | None = None  # for which another waits by more than the noise
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
-    leaks: tuple[
-        Kept, ...
-    ] = ()  # tensors kept where memory grows: those that Python objects hold first, the largest first
+    leaks: tuple[Kept, ...] = ()  # kept where memory grows: first what Python objects hold, the largest first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
     num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed

@@ -231,6 +231,7 @@ class Runner(ABC):
         timeout_s: float,
         *,
         known: Traces | None = None,
+        world: World = ALONE,
         slice_s: float = math.inf,
         watch: Callable[[Traces], None] | None = None,
     ) -> Traces:
@@ -240,6 +241,7 @@ class Runner(ABC):
             target: the kind of device to predict for (`autotune.devices.targets`). No GPU is needed or touched.
             timeout_s: tracing is killed then, and the group that it was at has failed.
             known: traces that are there already and are not traced again.
+            world: the processes that train a config together. They need not be there.
             slice_s: no group is begun after that, but for the first one.
             watch: is told now and then what is known so far.
 
@@ -248,7 +250,7 @@ class Runner(ABC):
             neither: another call goes on with it.
         """
         traces = known or Traces(target=target)
-        plan = plan_traces(configs, self.techniques)
+        plan = plan_traces(configs, self.techniques, world)
         started = self.now_s()
         why = ""
         for attempt in range(TRACE_ATTEMPTS):

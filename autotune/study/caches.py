@@ -20,7 +20,7 @@ from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import processor_model
 from autotune.files import drop_oldest, write_whole
 from autotune.prediction.traces import Traces
-from autotune.records.config import Choice
+from autotune.records.config import ALONE, Choice, World
 from autotune.records.device import Calibration
 from autotune.records.inspection import TaskFacts
 from autotune.version import __version__
@@ -78,6 +78,7 @@ class TraceCache(_Cache[Traces]):
         target: the kind of device that the traces predict for.
         batch_sizes: the batch sizes of the configs that are traced.
         trained: what is trained of the task.
+        world: the processes that train it together.
     """
 
     kind = Traces
@@ -89,13 +90,14 @@ class TraceCache(_Cache[Traces]):
         target: str,
         batch_sizes: Collection[int],
         trained: Mapping[str, Choice],
+        world: World = ALONE,
     ) -> None:
         versions = [__version__, metadata.version("torch")]
         # what can be traced depends on the processor's arithmetic, and several machines may share the folder
         on_host = not capabilities_of(target).own_processors
         processor = [processor_model(), *arithmetic().values()] if on_host else []
         task = [facts.source_hash, facts.num_parameters]
-        key = _key([*task, dict(trained), target, sorted({*batch_sizes}), *versions, *processor])
+        key = _key([*task, dict(trained), target, world.size, sorted({*batch_sizes}), *versions, *processor])
         super().__init__(folder / TRACES / f"{facts.name}-{key}.json")
 
     def write(self, record: Traces) -> None:

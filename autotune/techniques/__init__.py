@@ -74,6 +74,7 @@ class Techniques(Mapping[str, Technique]):
 
     def __init__(self, techniques: Iterable[Technique]) -> None:
         self._by_name = {technique.name: technique for technique in techniques}
+        self._shaping = tuple(technique for technique in self.values() if technique.shapes_memory)
 
     def __getitem__(self, name: str) -> Technique:
         return self._by_name[name]
@@ -158,6 +159,16 @@ class Techniques(Mapping[str, Technique]):
             for name, technique in self.items()
             if config[name] != technique.off and (technique.phase in phases or not phases)
         )
+
+    def micro_batch_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
+        """The choices that are not off, of those that change a micro batch: configs that share them take the same passes."""
+        on = ((t, config[t.name]) for t in self._shaping if config.get(t.name, t.off) != t.off)
+        return tuple((technique.name, choice) for technique, choice in on if technique.shapes_micro_batch(choice))
+
+    def update_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
+        """The same of those that change an update of the parameters."""
+        on = ((t, config[t.name]) for t in self._shaping if config.get(t.name, t.off) != t.off)
+        return tuple((technique.name, choice) for technique, choice in on if technique.shapes_update(choice))
 
     def trained(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
         """The choices that say what is trained, of a config, complete or not. Configs that differ in them are never compared."""

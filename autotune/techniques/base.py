@@ -297,6 +297,14 @@ class Technique(ABC):
         """Whether its choices change what a training step holds on the device."""
         return self.phase in (Phase.TASK, Phase.MODEL, Phase.SPREAD, Phase.OPTIMIZER)
 
+    def shapes_micro_batch(self, choice: Choice) -> bool:
+        """Whether `choice` changes what the forward and the backward pass of a micro batch do or hold."""
+        return self.shapes_memory and self.phase in (Phase.MODEL, Phase.SPREAD)
+
+    def shapes_update(self, choice: Choice) -> bool:
+        """Whether `choice` changes what an update of the parameters does or holds."""
+        return self.shapes_memory and self.phase in (Phase.SPREAD, Phase.OPTIMIZER)
+
     def traced_as(self, choice: Choice) -> Choice:
         """The choice whose trace also serves `choice`, because both need the same memory."""
         return choice

@@ -25,5 +25,10 @@ class BucketMb(SpreadOption):
     def label(self, choice: Choice) -> str:
         return f"buckets of {choice} MiB"
 
+    @property
+    def shapes_memory(self) -> bool:
+        """All buckets together are as large at any size."""
+        return False
+
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["bucket_cap_mb"] = choice

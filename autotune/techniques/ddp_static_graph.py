@@ -26,6 +26,11 @@ class DdpStaticGraph(SpreadOption, Switch):
         )
         return super().conflict(config) or several
 
+    @property
+    def shapes_memory(self) -> bool:
+        """It holds nothing more."""
+        return False
+
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["static_graph"] = True
         build.one_micro_batch = "ddp_static_graph learns the order of gradients in a step of one micro batch"

@@ -12,7 +12,7 @@ from autotune.lazy import torch
 from autotune.records.config import Choice, Config, divisors
 from autotune.techniques import Build, Expectation, Factor, Setting, UnsupportedError
 from autotune.techniques.block_chains import blocks_of
-from autotune.techniques.spread_option import SpreadTechnique
+from autotune.techniques.spread_option import SpreadTechnique, shards_parameters
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -62,9 +62,16 @@ class Parallel(SpreadTechnique):
         choices += [f"hsdp:{number}" for number in divisors(size) if 1 < number < size]
         return tuple(choices)
 
+    def shapes_micro_batch(self, choice: Choice) -> bool:
+        """What is sharded of the optimizer alone is not needed there."""
+        return choice != ZERO1
+
     def conflict(self, config: Config) -> str:
-        other = config[self.name] != DDP and config["optimizer_state"] != "default"
-        return "a shard of the state is not kept in another way: leave optimizer_state at its default" if other else ""
+        if config[self.name] != DDP and config["optimizer_state"] != "default":
+            return "a shard of the state is not kept in another way: leave optimizer_state at its default"
+        if shards_parameters(config) and config["channels_last"]:
+            return "FSDP2 shards contiguous parameters alone: leave channels_last off"
+        return ""
 
     def apply(self, build: Build, choice: Choice) -> None:
         if choice == ZERO1:

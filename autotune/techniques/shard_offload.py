@@ -16,6 +16,7 @@ class ShardOffload(SpreadOption, Switch):
     of_shards = True
     leanest = (True,)
     against_shortage = True
+    untraced = "a trace does not tell the host's memory from the device's"
     expected = Expectation(
         compute=Factor(typical=1.3, spread=1.5),
         update=Factor(typical=5.0, spread=3.0),

@@ -23,7 +23,6 @@ class SpreadTechnique(Technique):
     phase = Phase.SPREAD
     order = 10  # before what spreads the model
     keeps_random_masks = True
-    untraced = "what several processes hold is not traced"
 
     def why_not(self, setting: Setting) -> str:
         return "" if setting.world.size > 1 else "one process trains alone"
@@ -37,6 +36,10 @@ class SpreadOption(SpreadTechnique):
     """
 
     of_shards: ClassVar[bool]
+
+    def shapes_update(self, choice: Choice) -> bool:
+        """It concerns the passes and how gradients are put together."""
+        return False
 
     def conflict(self, config: Config) -> str:
         if shards_parameters(config) == self.of_shards:

@@ -15,6 +15,7 @@ class SyncBatchnorm(SpreadTechnique, Switch):
     summary = "batch normalisation sees the micro batches of all processes: another training, more over the wire"
     applies = "if included: several GPUs, a model with BatchNorm"
     changes_learning = True
+    untraced = "torch has no such layer without a GPU"
     expected = Expectation(launch=Factor(typical=1.2, spread=1.3))
 
     def why_not(self, setting: Setting) -> str:

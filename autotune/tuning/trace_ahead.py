@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Self
 
 from autotune.devices.targets import target_of
-from autotune.prediction.traces import Traces, plan_traces
-from autotune.records.config import BATCH_SIZE, Config
+from autotune.prediction.traces import Plan, Traces, plan_traces
+from autotune.records.config import ALONE, BATCH_SIZE, Config, World
 from autotune.records.inspection import Inspection
 from autotune.runners.jobs import TraceJob
 from autotune.runners.runner import ProbeFault, Runner
@@ -30,6 +30,7 @@ class Tracing:
         cache: where the traces of earlier searches are kept; None keeps none.
         max_s: time for all tracing between the probes.
         beside: traces beside the probes, which takes none of their time; None where it would disturb them.
+        world: the processes that train a config together.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Tracing:
         cache: TraceCache | None,
         max_s: float,
         beside: Runner | None = None,
+        world: World = ALONE,
     ) -> None:
         self.traces = Traces(target=target)
         self.wall_s = 0.0
@@ -49,7 +51,7 @@ class Tracing:
         self.beside = beside
         self._resources = contextlib.ExitStack()
         self._ticket: int | None = None  # of the job that runs beside the probes
-        self._configs = configs
+        self._configs, self._world = configs, world
         self._target = target
         self._cache = cache
         self._kept: Traces | None = None  # those of an earlier search
@@ -71,7 +73,11 @@ class Tracing:
     @property
     def missing(self) -> list[str]:
         """Labels of the groups of techniques that still have to be traced."""
-        return plan_traces(self._configs(), self._runner.techniques).without(self.traces).labels()
+        return self._left(self._configs()).labels()
+
+    def _left(self, configs: Iterable[Config]) -> Plan:
+        """What of some configs is not traced yet."""
+        return plan_traces(configs, self._runner.techniques, self._world).without(self.traces)
 
     def advance(self, slice_s: float = SLICE_S, watch: Callable[[Traces], None] | None = None) -> None:
         """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing.
@@ -95,6 +101,7 @@ class Tracing:
             self._target,
             left_s,
             known=self.traces,
+            world=self._world,
             slice_s=min(slice_s, left_s),
             watch=watch,
         )
@@ -114,7 +121,7 @@ class Tracing:
                     return
                 self._ticket = None
                 self._take(self.traces.merged(finished.result))
-            left = plan_traces(self._wanted(), self._runner.techniques).without(self.traces)
+            left = self._left(self._wanted())
             if left.labels():
                 job = TraceJob(plan=left, target=self._target, slice_s=SLICE_S, timeout_s=LONGEST_GROUP_S)
                 self._ticket = self.beside.submit(job)
@@ -143,7 +150,7 @@ class Tracing:
 
     def _take(self, found: Traces) -> None:
         self.traces = found
-        if self._to_confirm and not plan_traces(self._wanted(), self._runner.techniques).without(found).labels():
+        if self._to_confirm and not self._left(self._wanted()).labels():
             self._to_confirm = False
             if found.failures:  # the kept traces may be right: they stay as they are, and are not used now
                 self._kept, self._cache = None, None
@@ -164,6 +171,6 @@ def trace_for(runner: Runner, folder: Path, inspection: Inspection, history: His
     """
     space, target = history.space, target_of(inspection.device)
     sizes = [int(size) for size in space.choices[BATCH_SIZE]]
-    cache = TraceCache(folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline))
+    cache = TraceCache(folder, inspection.facts, target, sizes, space.techniques.trained(space.baseline), space.world)
     kept = cache if runner.keeps_traces else None
-    return Tracing(runner, lambda: history.space.tracing(), target, kept, max_s, runner.tracer())
+    return Tracing(runner, lambda: history.space.tracing(), target, kept, max_s, runner.tracer(), space.world)

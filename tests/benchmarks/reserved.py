@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -282,27 +283,36 @@ def recorded() -> list[Row]:
     return [Row(**row) for row in json.loads(RECORDED.read_text(encoding="utf-8"))]
 
 
-def in_a_fork(work: Callable[[], Any]) -> Any:
-    """What `work` returns, as JSON, from a process of its own that has imported what this one has."""
-    reading, writing = os.pipe()
-    if not (pid := os.fork()):
-        with os.fdopen(writing, "w") as told:
-            json.dump(work(), told)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as told:
-        text = told.read()
-    os.waitpid(pid, 0)
-    return json.loads(text)
+def in_forks(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What each of `works` returns, as JSON, from a process of its own that has imported what this one has, all at a time."""
+    running = []
+    for work in works:
+        reading, writing = os.pipe()
+        if not (pid := os.fork()):
+            try:
+                with os.fdopen(writing, "w") as told:
+                    json.dump(work(), told)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        os.close(writing)
+        running.append((pid, reading))
+    found = []
+    for pid, reading in running:
+        with os.fdopen(reading) as told:
+            found.append(told.read())
+        os.waitpid(pid, 0)
+    return list(map(json.loads, found))
 
 
 def record(models: Sequence[str]) -> None:
     """Measure every row of these models, and keep those of others."""
-    rows = [
-        in_a_fork(lambda model=model, config=config: asdict(measured(model, config)))
+    works = [
+        lambda model=model, config=config: asdict(measured(model, config))
         for model in models
         for config in configs_of(model)
     ]
+    rows = [in_forks([work])[0] for work in works]
     rows = [asdict(row) for row in recorded() if row.model not in models] + rows
     RECORDED.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Training steps of a shard run on fake tensors: one process of a world that is not there."""
+"""Training steps of one process of a world that is not there, run on fake tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import distributed
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autotune.prediction import fake_steps
+from autotune.prediction.fake_steps import Tracer
 from autotune.prediction.passes import MicroSteps, Pass
 from autotune.prediction.traces import Purpose
-from autotune.records.config import World
-from autotune.session import Session, prepare
+from autotune.prediction.worlds import joined
+from autotune.records.config import ALONE, World
 from autotune.task.loading import load_task
 from autotune.techniques import find_techniques
 
@@ -24,22 +22,19 @@ techniques = find_techniques()
 
 
 @pytest.fixture
-def fake_group() -> Iterator[None]:
-    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)
-    yield
-    distributed.destroy_process_group()
+def world() -> Iterator[World]:
+    with joined(found := World(size=SIZE)):
+        yield found
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, **choices: Any) -> MicroSteps:
-    def in_world(*given: Any, **options: Any) -> Session:
-        return prepare(*given, **{**options, "world": World(size=SIZE if choices else 1)})
-
-    monkeypatch.setattr(fake_steps, "prepare", in_world)
-    return fake_steps.Tracer(load_task(GPT), "cpu", techniques).micro_steps(techniques.complete(choices), 4, 8)
+def traced(world: World, **choices: Any) -> MicroSteps:
+    return Tracer(load_task(GPT), "cuda 8.0 108", techniques, world=world).micro_steps(
+        techniques.complete(choices), 4, 8
+    )
 
 
-def parameters_bytes(step: Pass) -> int:
-    return sum(step.held[key] for key in step.held if step.purposes[key] is Purpose.PARAMETERS)
+def held_bytes(step: Pass, purpose: Purpose) -> int:
+    return sum(step.held[key] for key in step.held if step.purposes[key] is purpose)
 
 
 def most_bytes(step: Pass) -> int:
@@ -50,11 +45,20 @@ def most_bytes(step: Pass) -> int:
     return most
 
 
-def test_a_shard_holds_its_part_and_gathers_a_block_at_a_time(
-    monkeypatch: pytest.MonkeyPatch, fake_group: None
-) -> None:
-    whole = traced(monkeypatch).alone[-1]
-    shard = traced(monkeypatch, parallel="fsdp").alone[-1]
-    kept = traced(monkeypatch, parallel="fsdp_grad").alone[-1]
-    assert parameters_bytes(shard) == pytest.approx(parameters_bytes(whole) / SIZE, rel=0.01)
+def test_a_shard_holds_its_part_and_gathers_a_block_at_a_time(world: World) -> None:
+    whole = traced(ALONE).alone[-1]
+    shard = traced(world, parallel="fsdp").alone[-1]
+    kept = traced(world, parallel="fsdp_grad").alone[-1]
+    parameters = held_bytes(whole, Purpose.PARAMETERS)
+    assert held_bytes(shard, Purpose.PARAMETERS) == pytest.approx(parameters / SIZE, rel=0.01)
     assert most_bytes(shard) < most_bytes(kept)  # what is freed after the forward pass is not there at the peak
+    assert len({event.stream for event in shard.events}) > 1  # each of which has memory of its own
+
+
+def test_copies_hold_buckets_beside_their_gradients_and_make_them_anew_before_the_second_step(world: World) -> None:
+    alone, copies = traced(ALONE), traced(world)
+    gradients = held_bytes(alone.beside[-1], Purpose.GRADIENTS)
+    assert held_bytes(copies.beside[-1], Purpose.GRADIENTS) == 2 * gradients
+    assert most_bytes(copies.alone[-1]) == pytest.approx(most_bytes(alone.alone[-1]) + gradients, abs=512)
+    assert sum(event.size_bytes for event in copies.spread) == gradients
+    assert sum(event.size_bytes for event in copies.regrouped) == gradients

@@ -38,7 +38,7 @@ def copies(build: Build) -> Spread:
     gradient unless it is told to look for them at each step, which takes time.
     """
     around = Around(build.model)
-    found = _leaves_some_out(build)
+    found = Together(build.world, build.device.torch_device).largest(leaves_some_out(build)) > 0
     # parameters are equal by now: it would send them once more
     ddp = nn.parallel.DistributedDataParallel(
         around, find_unused_parameters=found, init_sync=False, **build.ddp_options
@@ -69,8 +69,8 @@ def shards(build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: boo
     return Spread(around, synchronizing, gathers=True)
 
 
-def _leaves_some_out(build: Build) -> bool:
-    """Whether the loss does not reach all parameters that are trained, in this process or in another one.
+def leaves_some_out(build: Build) -> bool:
+    """Whether the loss does not reach all parameters that are trained, in this process.
 
     It is found out by one micro step, as training takes it, of which nothing is left.
     """
@@ -92,4 +92,4 @@ def _leaves_some_out(build: Build) -> bool:
                 parameter.grad = None
             for buffer, before in buffers:
                 buffer.copy_(before)
-    return Together(build.world, device).largest(leaves_out) > 0
+    return leaves_out
