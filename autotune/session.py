@@ -424,6 +424,7 @@ def prepare(
         build.optimizer = change(build.optimizer)
     _apply(build, techniques, Phase.LOADER)
     if world.size > 1:
+        build.task.dataset()  # the same in all of them, also where it draws random numbers
         seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
     # the others of a world are somewhere in a step that cannot be taken back
     halves = on_oom == HALVE and world.size == 1

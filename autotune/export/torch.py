@@ -134,6 +134,7 @@ if __name__ == "__main__":
             print(f"step {number}: {loss}")
     distributed.destroy_process_group()
 """
+_OWN_SEED = "seed_everything(torch.initial_seed() + RANK)"
 _NUM_STEPS = 100
 _OF_PLACES = re.compile(r"\{(places|modules)\}")
 _WIDTH = 116  # of a comment
@@ -230,7 +231,7 @@ class _Script:
             lines[1:] = [
                 f"Start it in the folder of the search: torchrun --nproc-per-node {self.num_processes} THIS_FILE. "
                 "`step`, at its end, takes an optimizer step over all processes.",
-                "Once the model is built, each process goes on from torch's seed plus its own number. It ends after "
+                "Once model and dataset are built, each process goes on from torch's seed plus its own number. It ends after "
                 f"{self._end()}.",
             ]
         if "configure_optimizers" in self.parts and "train_step" not in self.parts:
@@ -300,8 +301,8 @@ class _Script:
         yield from self.said[At.OPTIMIZER]
         yield from (f"optimizer = {changed}" for changed in self.said[At.OPTIMIZERS])
         yield from (f"scaler = {scaler}" for scaler in self.said[At.SCALER])
-        if self.together:
-            yield "seed_everything(torch.initial_seed() + RANK)"
+        if self.together and "train_dataset" not in self.parts:
+            yield _OWN_SEED
 
     def _spread(self) -> Iterator[str]:
         """What runs the model with its collectives."""
@@ -324,15 +325,15 @@ class _Script:
             elif not any(option.startswith("sampler=") for option in options):
                 options = ["shuffle=not isinstance(dataset, torch.utils.data.IterableDataset)", *options]
             collate = "collate_fn" if "collate_fn" in self.parts else "torch.utils.data.default_collate"
-            options = "".join(f"    {option},\n" for option in options)
-            yield _LOADER.format(collate=collate, shared=shared, options=options).rstrip("\n")
+            said = "".join(f"    {option},\n" for option in options)
+            yield _LOADER.format(collate=collate, shared=shared, options=said).rstrip("\n")
             batches = "batches = iter(loader)"
         streams = [batches, *(f"batches = {stream}" for stream in self.said[At.BATCHES])]
         yield _STEPS.format(streams=indent("\n".join(streams), "    ")).rstrip("\n")
 
     def _shared(self, options: list[str]) -> tuple[str, list[str]]:
         """Lines before the loader, and its options, by which each process reads samples of its own."""
-        seed = "(seed, *_) = gather(int(torch.randint(2**31, ())))\n"
+        seed = f"{_OWN_SEED}\n(seed, *_) = gather(int(torch.randint(2**31, ())))\n"
         if "IterableDataset" in self.parts:
             return f"{seed}dataset = StreamShare(dataset, WORLD_SIZE, RANK, seed)\n", options
         order = [option.removeprefix("sampler=") for option in options if option.startswith("sampler=")]

@@ -22,7 +22,7 @@ from autotune.records.result import Result
 from autotune.report.figures import said_of
 from autotune.report.live import listeners_of
 from autotune.task import Task
-from autotune.techniques import find_techniques
+from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import BATCH
 from autotune.tuning.events import Listener, Listeners
 
@@ -115,6 +115,8 @@ def read(
     for name, words in BATCH.items():
         found[name] = words[framework].read(given) if framework in words else None
     for name, technique in find_techniques().items():
+        if technique.phase is Phase.SPREAD:  # nothing of one process
+            continue
         found[name] = technique.read(framework, given)
         if found[name] is None and task is not None and model is not None and framework in technique.frameworks:
             whole = technique.recomputation(task, model, technique.off)

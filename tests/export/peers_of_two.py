@@ -1,7 +1,7 @@
 """Run by two processes: the session's losses and, config by config, those of what is exported, run by the peers.
 
-`python -m torch.distributed.run --nproc-per-node 2 -m tests.export.peers_of_two FILE PEER...` writes peer and config -> losses of
-the steps to FILE. The dataset is one global batch, so that a step takes all of it in whatever order.
+`python -m torch.distributed.run --nproc-per-node 2 -m tests.export.peers_of_two FILE PEER:CONFIG...` writes to FILE what the losses
+of the steps are, by peer and config. The dataset is one global batch, so that a step takes all of it in whatever order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -82,18 +81,29 @@ task = autotune.Task(
 )
 
 
-def answer_of(session: autotune.Session) -> Result:
-    """The answer of a search for two processes that found the session's config."""
+def answer_of(config: dict[str, Any], places: dict[str, dict[str, Any]]) -> Result:
+    """The answer of a search for two processes on the CPU that found the config."""
     return but(
         answer("sqlite:///gpt.db"),
-        config=session.config.as_dict(),
+        config=config,
         device="cpu",
         model=f"{__file__}:task",
         parts=("build_model", "train_dataset", "configure_optimizers"),
         num_processes=2,
-        places=session.places,
+        places=places,
         warnings=(),
     )
+
+
+def on_gpus(result: Result) -> Result:
+    """The answer as one of two GPUs, if it shards: Accelerate does that on none but GPUs. Its own code then shards on the CPU."""
+    if not str(result.config["parallel"]).startswith("fsdp"):
+        return result
+    from accelerate.state import DistributedType, PartialState
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    return but(result, device="cuda:0")
 
 
 def run_torch(result: Result, file: Path) -> list[float]:
@@ -107,7 +117,7 @@ def run_torch(result: Result, file: Path) -> list[float]:
 def run_transformers(result: Result, folder: Path) -> list[float]:
     from transformers import Trainer, TrainingArguments
 
-    said = json.loads(export(result, "transformers").text)
+    said = json.loads(export(on_gpus(result), "transformers").text)
     quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     optimizer = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     arguments = TrainingArguments(output_dir=str(folder), max_steps=NUM_STEPS, **quiet, **optimizer, **said)
@@ -156,9 +166,35 @@ def run_lightning(result: Result, folder: Path) -> list[float]:
     return module.net.losses()
 
 
+def run_accelerate(result: Result, folder: Path) -> list[float]:
+    """Under `accelerate launch` with the file."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+    from torch.utils.data import DataLoader
+
+    result = on_gpus(result)
+    calls = [line.partition(": ")[2] for line in export(result, "accelerate").text.splitlines() if "# In train" in line]
+    names = {"Accelerator": Accelerator, "DistributedDataParallelKwargs": DistributedDataParallelKwargs}
+    names |= {"DataLoader": DataLoader, "dataset": make_dataset()}
+    accelerator, loader = (eval(call, names) for call in calls[:2])
+    net = Net()
+    model, optimizer, loader = accelerator.prepare(net, make_optimizer(net), loader)
+    for batch in (batch for _ in range(NUM_STEPS) for batch in loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+    wrapped = "FSDPModule" if accelerator.is_fsdp2 else "DistributedDataParallel"
+    assert wrapped in {kind.__name__ for kind in type(model).__mro__}
+    return net.losses()
+
+
 def run_deepspeed(result: Result, folder: Path) -> list[float]:
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # collectives of its own, which it would compile: minutes
+    )
     said = json.loads(export(result, "deepspeed").text)
     net = Net()
     engine, *_ = deepspeed.initialize(model=net, optimizer=make_optimizer(net), config=said, dist_init_required=False)
@@ -177,20 +213,22 @@ PEERS: dict[str, Callable[[Result, Path], list[float]]] = {
     "torch": run_torch,
     "transformers": run_transformers,
     "lightning": run_lightning,
+    "accelerate": run_accelerate,
     "deepspeed": run_deepspeed,
 }
 
 
-def main(file: str, *peers: str) -> None:
+def main(file: str, *runs: str) -> None:
     distributed.init_process_group("gloo")
     found: dict[str, list[float]] = {}
-    folder = Path(file).parent
-    for name, config in CONFIGS.items():
-        session = autotune.prepare(task, config, device="cpu")
-        result = answer_of(session)
-        found[f"session {name}"] = [float(session.step(b)) for _ in range(NUM_STEPS) for b in session.loader]
+    for name in CONFIGS:
+        if not (peers := [peer for peer, _, of in (run.partition(":") for run in runs) if of == name]):
+            continue
+        session = autotune.prepare(task, CONFIGS[name], device="cpu")
+        found[f"session:{name}"] = [float(session.step(batch)) for _ in range(NUM_STEPS) for batch in session.loader]
         for peer in peers:
-            found[f"{peer} {name}"] = PEERS[peer](result, folder / f"{peer}_{name}.py")
+            result = answer_of(session.config.as_dict(), session.places)
+            found[f"{peer}:{name}"] = PEERS[peer](result, Path(file).parent / f"{peer}_{name}.py")
     if distributed.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     distributed.destroy_process_group()

@@ -151,9 +151,7 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
 }
 # In a world of two. A step of LINES takes eight samples, and of the stream as many.
 STREAM = (
-    LINES.replace("return [", "return Stream(").replace(
-        "in torch.randint(2, 9, (60,), generator=lengths)]", "in torch.randint(2, 9, (60,), generator=lengths))"
-    )
+    LINES.replace("return [torch", "return Stream(torch").replace("=lengths)]", "=lengths))")
     + """
 
 
@@ -171,7 +169,7 @@ CONFIGS_OF_TWO: dict[str, list[dict[str, Any]]] = {
         {"batch_size": 4, "ddp_static_graph": True, "optimizer_impl": "foreach", "amp": "bf16"},
         {"batch_size": 2, "accumulation_steps": 2, "parallel": "zero1", "length_bucketing": True},
         {"batch_size": 2, "accumulation_steps": 2, "parallel": "fsdp", "checkpoint_segments": 2},
-        {"batch_size": 4, "parallel": "fsdp_grad", "shard_dtype": "bf16", "num_workers": 1},
+        {"batch_size": 4, "parallel": "fsdp_grad", "shard_dtype": "bf16"},
         {"batch_size": 4, "parallel": "hsdp:1", "shard_offload": True},
     ],
     "stream": [{"batch_size": 4}],
