@@ -28,7 +28,6 @@ SURE = {
     "data workers",
     "fork server",
     "study",
-    "cards",
     "devices together",
     "all-reduce",
     "all-gather",

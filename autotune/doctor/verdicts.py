@@ -210,7 +210,9 @@ def judge_cards(facts: Facts) -> Verdict:
     if facts["same"]:
         meaning = "NCCL needs a card for each rank: name others, or one of them"
         return State.DIFFERS, f"parts of one card: {', '.join(facts['same'])}", meaning
-    return State.OK, "each process has a device to itself", ""
+    if not facts["paths"]:
+        return State.UNAVAILABLE, facts["why"], ""
+    return State.OK, "each process has a card to itself", ""
 
 
 def judge_paths(facts: Facts) -> Verdict:
