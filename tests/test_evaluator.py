@@ -89,7 +89,7 @@ def test_what_is_evaluated_on_may_be_batched_otherwise_than_what_is_trained_on()
     session = trained(eval_dataset=lambda: data, eval_collate_fn=collate)
     assert session.evaluate(batch_size=4)["loss"] == pytest.approx(plainly(session.model, [data.tensors]), rel=1e-6)
     assert made == [4, 2]
-    with pytest.raises(TaskError, match=r"eval_collate_fn without eval_dataset.*write eval_dataset\(\)"):
+    with pytest.raises(TaskError, match=r"eval_collate_fn makes.*there is no eval_dataset; write eval_dataset\(\)"):
         trained(eval_collate_fn=collate)
 
 

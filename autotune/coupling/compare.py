@@ -278,9 +278,8 @@ class _Comparison:
         weights = found.weights()
         with self._gradients.other_parameters(0):
             other = self._gradients.compare(halves).weights()
-        if (
-            weights is None or other is None or math.dist(weights, other) > FIT_ERROR
-        ):  # numbers of terms would be the same
+        # weights that are numbers of terms would not change
+        if weights is None or other is None or math.dist(weights, other) > FIT_ERROR:
             return _coupled(Cause.SAMPLES, num_samples, error)
         if abs(sum(weights) - 1) > FIT_ERROR:
             return _coupled(Cause.SCALE, num_samples, error, times=f"{sum(weights):.3g}")

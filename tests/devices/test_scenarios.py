@@ -252,7 +252,7 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: s
     tell(name, search=f"batch {result.config['batch_size']} of {best}; {said(runner)}")
     assert result.memory_limit_bytes == scenario.limit_bytes
     assert result.config["batch_size"] == best, (tried, [o.crowded for _, o in runner.outcomes], result.warnings)
-    assert any("taken by other processes" in warning for warning in result.warnings) == crowded_for_good(runner)
+    assert any("other processes had taken memory" in warning for warning in result.warnings) == crowded_for_good(runner)
     again = sum(first == second for first, second in itertools.pairwise(tried))
     assert again >= scenario.num_probes_again
     assert not any("could not be compared" in warning for warning in result.warnings)

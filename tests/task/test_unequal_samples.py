@@ -186,7 +186,7 @@ def test_samples_that_are_unequal_by_nature_or_all_alike_are_none_of_them_odd() 
         (
             "x, 7",
             {},
-            "sample 17 of your train_dataset, a tuple of 2 (a float32 tensor of shape (8,), the int 7), fails so by",
+            "sample 17 of your train_dataset, a tuple of 2 (a float32 tensor of shape (8,), the int 7), fails like this by",
         ),
         (
             "x, None",
