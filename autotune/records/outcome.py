@@ -83,9 +83,7 @@ class Measurement:
     phases_s: dict[str, float] = field(default_factory=dict)  # data, forward, backward, optimizer: one optimizer step
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
-    leaks: tuple[
-        Kept, ...
-    ] = ()  # tensors kept, where memory grows: those held by Python objects first, larger ones first
+    leaks: tuple[Kept, ...] = ()  # what is kept, where memory grows: what Python objects hold first, larger ones first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
     num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed
