@@ -16,8 +16,7 @@ from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 
 _TRITON_CAPABILITY = (7, 0)
-# inductor compiles a CPU's kernels with a C++ compiler; Triton compiles with a C compiler what launches a GPU's kernels:
-# what the compiler is for, the variable that names it, its usual names
+# inductor needs one for a CPU's kernels, Triton the other to launch a GPU's: what for, the variable that names it, its usual names
 _ON_CPU = "a C++ compiler on a CPU", "CXX", ("g++",)
 _ON_GPU = "a C compiler on a GPU, for what launches the kernels", "CC", ("gcc", "clang")
 
@@ -59,11 +58,10 @@ class Capabilities:
         attention_kernels: torch can choose among several fused attention kernels on it.
         triton: inductor compiles for it with Triton, in several modes.
         foreach: torch's optimizers work on lists of tensors there by default.
-        collectives: the backends of torch's process group where several processes train together; a GPU's has one for the host,
-            too, so that decisions taken together do not wait for the GPU.
+        collectives: the backends of torch's process group where several processes train together; a GPU's have one on the host, too,
+            so that decisions taken together do not wait for the GPU.
         communicator_bytes: what these keep of a device's memory for buffers, outside torch's allocator, roughly.
-        saving_pays: saved memory allows larger batches, which are faster; where it does not pay, techniques that only save memory
-            are searched only if asked for.
+        saving_pays: saved memory allows larger batches, which are faster; if not, what only saves memory is searched only if asked for.
     """
 
     own_memory: bool = False

@@ -1,6 +1,4 @@
-"""The devices that memory is predicted for: kinds whose kernels allocate alike, graphics cards by name, and a stand-in for a GPU that is
-not in this machine.
-"""
+"""The devices that memory is predicted for: kinds whose kernels allocate alike, cards by name, and a stand-in for a GPU not at hand."""
 
 from __future__ import annotations
 

@@ -30,9 +30,8 @@ REDUCED_GRADIENT_ERROR = 0.1  # a cosine does not see a wrong scale; one of 0.99
 REDUCED_SIZE_ERROR = 0.2  # of the gradient's norm: in any model rounding turns the gradient, and hardly scales it
 REDUCED_LOSS_ERROR = 0.05
 REDUCED_BUFFER_ERROR = 0.05
-# The allowed error is this many times the error of rounding the parameters alone. A layer in a short type rounds four tensors:
-# weight, input, output and the output's gradient. As these are independent, they err twice as much as one. With batch
-# normalisation a single rounding can already err by 20 %.
+# Times the error of rounding the parameters alone. A layer in a short type rounds four tensors (weight, input, output and its gradient);
+# as these are independent, they err twice as much as one. With batch normalisation a single rounding can already err by 20 %.
 ROUNDING_FACTOR = 2.0
 # If the model's rounding needs a larger bound than this, a wrong gradient differs hardly more than a right one.
 TELLING_ERROR = 0.5
@@ -66,9 +65,8 @@ def run_checks(
             where the task can cut a batch.
         device: where to compare; process-wide settings and random states are restored.
         batch_size: samples to compare on; in a world a multiple of the number of processes, of twice that if it accumulates.
-        world: the processes that train with the config, each on its part of the samples; they are compared with one process that
-            trains plainly on all samples. If the model normalises over a batch, they are compared with processes that each train a
-            plain copy on their part, and so normalise over the same samples.
+        world: the processes that train with the config, each on its part of the samples, compared with one that trains plainly on all.
+            If the model normalises over a batch, they are compared with plain copies on the same parts, which normalise alike.
 
     Raises:
         UnsupportedError: the config cannot be applied to the model on the device.

@@ -46,9 +46,7 @@ class TooFewSamplesError(TaskError):
 
 @dataclass(frozen=True)
 class WarmStep:
-    """A warm-up step: the seconds of one micro batch (a whole step may take several) and of the update. If something was compiled
-    in it, it says nothing of the speed.
-    """
+    """A warm-up step: seconds of one micro batch (a step may take several) and of the update; if `compiled`, they do not tell the speed."""
 
     micro_s: float
     update_s: float

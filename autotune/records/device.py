@@ -90,7 +90,7 @@ class Rate(Record):
         arithmetic: the type.
         sizes: rows of the matrices, or channels; rising, as far as there was time.
         flops_per_s: rate at each size, the best of several runs; empty where not even the smallest ended.
-        failure: why larger sizes failed; empty where they would only have taken too long or too much memory.
+        failure: why a larger size failed, or gave no answer in time; empty where none was tried, or memory was short.
     """
 
     work: str

@@ -13,8 +13,7 @@ from autotune.records.formats import Record
 # every room takes its intervals of 95 % from here
 NORMAL_95 = 1.96  # 95 % of a normal distribution lie within this many standard deviations of its mean
 MOST_POLISHES = 50
-# polishing settles at once where every config is in every round; where many are missing, each pass halves the change
-SETTLED = 1e-5
+SETTLED = 1e-5  # polishing settles at once if each config is in each round; if many are missing, a pass halves changes
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")

@@ -184,8 +184,8 @@ class History:
         return smallest
 
     def admissible(self) -> Callable[[Config], bool]:
-        """Make a test whether a config may be probed: it is in the space, neither known nor running, and no earlier failure shows that it
-        is too large, hangs, is unsupported or needs more samples than there are.
+        """Make a test whether a config may be probed: it is in the space, neither known nor running, not too slow to set up or to step, and
+        no failure shows that it is too large, hangs, is unsupported or needs more samples than there are.
         """
         on = self.space.techniques.switched_on
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)

@@ -133,8 +133,7 @@ class Recomputed(Forward):
     """Calls a module's forward through `checkpoint` while it trains, and directly otherwise.
 
     Attributes:
-        keep: makes the contexts of the first pass and of its recomputation, by which the first pass keeps some results for
-            the second; None keeps nothing.
+        keep: makes contexts for the first pass and its recomputation, so that the first keeps results for the other; or None.
         constant: buffers that passes were seen to leave alone.
     """
 
@@ -260,8 +259,7 @@ def _within(outer: AbstractContextManager[Any], inner: AbstractContextManager[An
 class _EachTime(ExitStack):
     """Makes a new context whenever it is entered, since checkpoint uses one object for all recomputations of a forward pass.
 
-    A pass is recomputed several times where the loss takes derivatives itself, before the backward pass. The first recomputation
-    uses up what was kept.
+    There are several where the loss takes derivatives itself, before the backward pass. The first uses up what was kept.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]], first: AbstractContextManager[Any]) -> None:
