@@ -100,7 +100,6 @@ class InFlight:
     started_s: float = field(default_factory=time.monotonic)
     _result: dict[str, Any] | None = None
     _ended_s: float = 0.0  # when that was told
-    _places: dict[int, dict[str, Any]] = field(default_factory=dict)  # of ranks that were asked where they are
     _compile_cold_s: float = 0.0
     _compiling_s: float = 0.0  # from the job's start until that was reported
     _told: list[dict[str, Any]] = field(default_factory=list)  # parts of the answer
@@ -123,8 +122,6 @@ class InFlight:
                 self._compiling_s = time.monotonic() - self.started_s
             elif "result" in message:
                 self._result, self._ended_s = message["result"], message["ended_s"]
-            elif "collectives" in message:
-                self._places[0] = message
             else:
                 self._told.append(message)
 
@@ -152,10 +149,7 @@ class InFlight:
             if rank is not None:
                 ended = ended | {"exit_code": ended["exit_codes"][rank]}
             kind, cause = self._how_it_ended(ended, printed)
-            waited = ""
-            if kind is Kind.TIMEOUT and self.num_ranks > 1:
-                places = self._places | read_ranks(self.path, self.num_ranks, "collectives")
-                waited = waited_for(places, ended["killed"])
+            waited = waited_for(ended["answers"], ended["killed"]) if kind is Kind.TIMEOUT else ""
             ended_early = Outcome(
                 kind=kind,
                 cause=f"{of_rank}{cause}{waited and f'; {waited}'}",
@@ -186,8 +180,7 @@ class InFlight:
         if self.num_ranks == 1 or ended["cancelled"]:
             return self._result, None
         told = [] if self._result is None else [Told(rank=0, answer=self._result, ended_s=self._ended_s)]
-        others = read_ranks(self.path, self.num_ranks, "result")
-        told += [Told(rank=rank, answer=one["result"], ended_s=one["ended_s"]) for rank, one in others.items()]
+        told += read_ranks(self.path, self.num_ranks)
         if (rank := culprit(told, ended)) is not None:
             return next((one.answer for one in told if one.rank == rank), None), rank
         if len(told) < self.num_ranks:

@@ -26,6 +26,11 @@ def question_file(channel: str) -> str:
     return f"{channel}.question"
 
 
+def answer_file(channel: str, rank: int) -> str:
+    """The file into which a rank writes its answer (`waited_for`)."""
+    return f"{channel}.{rank}.answer"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """The answer of a rank that came to one, and when, on the clock that all processes of the machine share."""
@@ -41,16 +46,16 @@ class Told:
         return outcome.get("kind") == Kind.ERROR and tells_of_lost_peer(outcome["cause"])
 
 
-def read_ranks(channel: str, size: int, what: str) -> dict[int, dict[str, Any]]:
-    """Of each rank above 0 the last message that has a `what`, if there is one."""
-    found = {}
+def read_ranks(channel: str, size: int) -> list[Told]:
+    """What the ranks above 0 have told."""
+    told = []
     for rank in range(1, size):
         with open(rank_file(channel, rank), "rb") as file:
-            for line in file.read().split(b"\n")[:-1]:
-                message = json.loads(line)
-                if what in message:
-                    found[rank] = message
-    return found
+            lines = [json.loads(line) for line in file.read().split(b"\n")[:-1]]
+        results = [line for line in lines if "result" in line]
+        if results:
+            told.append(Told(rank=rank, answer=results[-1]["result"], ended_s=results[-1]["ended_s"]))
+    return told
 
 
 def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
@@ -68,25 +73,24 @@ def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
     return None if first is None else first.rank
 
 
-def waited_for(places: Mapping[int, dict[str, Any]], running: Sequence[int]) -> str:
+def waited_for(answers: Mapping[str, dict[str, Any]], running: Sequence[int]) -> str:
     """`the others waited for rank 1 (net.py, line 34)`: the rank that hangs; empty where none is seen to.
 
     Who waits in a collective has begun one more than who has not come to it. A rank whose interpreter is held by other code
     gives no answer.
 
     Args:
-        places: of each rank that answered, in `collectives` how many it had begun, in `is_still` whether it began none for a
-            moment, and `at`, the place in the user's code.
+        answers: of each rank by its number, in `collectives` how many it had begun, in `is_still` whether it began none for a
+            moment, and in `at` the place in the user's code.
         running: the ranks that had not ended.
     """
-    places = {rank: place for rank, place in places.items() if rank in running}
-    if not places or not all(place["is_still"] for place in places.values()):
+    begun = {rank: answers[str(rank)]["collectives"] for rank in running if str(rank) in answers}
+    if not begun or not all(answer["is_still"] for answer in answers.values()):
         return ""
-    if silent := [rank for rank in running if rank not in places]:
+    if silent := [rank for rank in running if rank not in begun]:
         return f"the others waited for rank {silent[0]}, which gives no answer"
-    begun = {rank: place["collectives"] for rank, place in places.items()}
     last = min(begun, key=lambda rank: begun[rank])
-    return "" if begun[last] == max(begun.values()) else f"the others waited for rank {last}{places[last]['at']}"
+    return "" if begun[last] == max(begun.values()) else f"the others waited for rank {last}{answers[str(last)]['at']}"
 
 
 def measured_together(measurements: Sequence[Measurement]) -> Measurement:

@@ -20,16 +20,18 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
 from autotune.devices.linux import end_with_parent, kernel_oom_kills
-from autotune.runners.ranks import group_file, question_file, rank_file
+from autotune.runners.ranks import answer_file, group_file, question_file, rank_file
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CUDA_ERROR_NOT_INITIALIZED = 3
-_LAST_WORDS_S = 0.5  # of the other ranks, once one has failed, and of all once they are asked where they are
+_LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
+_ANSWER_S = 1.0  # for all ranks to tell where they are; one that hangs may give no answer
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
@@ -234,16 +236,15 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
         for rank, pid in [*running.items()]:
             if pid in ready:
                 statuses[rank] = _end(running.pop(rank))
-    if len(pids) > 1 and ended_by in ("timeout", "cancel") and _ask(request["channel"]):
-        until = time.monotonic() + _LAST_WORDS_S
-        ended_by = "closed" if _wait([*running.values()], until, inbox)[0] == "closed" else ended_by
+    may_hang = len(pids) > 1 and ended_by in ("timeout", "cancel")
+    answers = _ask(request["channel"], running, inbox) if may_hang else {}
     killed = [*running]
     for pid in running.values():
         _kill(pid)
     for rank, pid in running.items():
         statuses[rank] = _end(pid)
     _reap_descendants()
-    if ended_by == "closed":
+    if ended_by == "closed" or answers is None:
         inbox.leave()
     codes = [
         -signal.SIGKILL if (status := statuses[rank]) is None else os.waitstatus_to_exitcode(status)
@@ -254,6 +255,7 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
         "exit_code": next(filter(None, by_itself), codes[0]),
         "exit_codes": codes,
         "killed": killed,
+        "answers": answers,
         "stuck": None in statuses.values(),
         "timed_out": ended_by == "timeout",
         "cancelled": ended_by == "cancel",
@@ -267,21 +269,31 @@ def _ranks(request: dict[str, Any]) -> list[dict[str, Any]]:
     if request["num_ranks"] > 1:
         with contextlib.suppress(FileExistsError):
             os.mkfifo(question_file(channel), 0o600)
-    for rank in range(1, request["num_ranks"]):
-        with open(rank_file(channel, rank), "wb"):
-            pass
+    for rank in range(request["num_ranks"]):
+        Path(answer_file(channel, rank)).unlink(missing_ok=True)
+        if rank:
+            Path(rank_file(channel, rank)).write_bytes(b"")
     return [
         request | {"rank": rank, "channel": rank_file(channel, rank) if rank else channel}
         for rank in range(request["num_ranks"])
     ]
 
 
-def _ask(channel: str) -> bool:
-    """Ask the ranks where they are, by opening what they wait for. Whether any of them listens."""
-    with contextlib.suppress(OSError):
+def _ask(channel: str, ranks: Iterable[int], inbox: Inbox) -> dict[int, Any] | None:
+    """Ask the ranks where they are, by opening what they wait for. Returns the answers; None where the search closes meanwhile."""
+    try:
         os.close(os.open(question_file(channel), os.O_WRONLY | os.O_NONBLOCK))
-        return True
-    return False
+    except OSError:  # none listens yet
+        return {}
+    answers: dict[int, Any] = {}
+    deadline = time.monotonic() + _ANSWER_S
+    while (left := [rank for rank in ranks if rank not in answers]) and time.monotonic() < deadline:
+        if _wait([], time.monotonic() + 0.01, inbox)[0] == "closed":
+            return None
+        for rank in left:
+            with contextlib.suppress(FileNotFoundError):
+                answers[rank] = json.loads(Path(answer_file(channel, rank)).read_text(encoding="utf-8"))
+    return answers
 
 
 def _end(pid: int) -> int | None:

@@ -31,7 +31,7 @@ from autotune.records.config import ProbeSettings, World
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import COMPARING, COMPILING, Kind, Outcome, Progress
 from autotune.runners.failure import failure, outcome_of_failure
-from autotune.runners.ranks import group_file, question_file
+from autotune.runners.ranks import answer_file, group_file, question_file
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
@@ -87,7 +87,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     The exit status is 0 unless the job failed: then no other one of the request is run.
     """
     channel = Channel(request["channel"])
-    _take_rank(request, channel)
+    _take_rank(request)
     reserve = bytearray(_RESERVE_BYTES)
 
     def report(news: Progress | dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     os._exit(int("outcome" in message and message["outcome"]["kind"] != Kind.OK))
 
 
-def _take_rank(request: dict[str, Any], channel: Channel) -> None:
+def _take_rank(request: dict[str, Any]) -> None:
     """Give a job of several processes its rank's own arguments, and this process its share of the host's processors."""
     size, rank, arguments = request["num_ranks"], request["rank"], request["arguments"]
     if size == 1:
@@ -131,10 +131,10 @@ def _take_rank(request: dict[str, Any], channel: Channel) -> None:
     path = request["channel"].removesuffix(f".{rank}")
     arguments["group"] = group_file(path)
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
-    threading.Thread(target=_answer, args=(question_file(path), channel), daemon=True).start()
+    threading.Thread(target=_answer, args=(question_file(path), Path(answer_file(path, rank))), daemon=True).start()
 
 
-def _answer(question: str, channel: Channel) -> None:
+def _answer(question: str, answer: Path) -> None:
     """Tell where this rank is, once it is asked: a rank that hangs is told from those that wait for it (`ranks.waited_for`)."""
     from autotune.group import num_collectives
 
@@ -143,7 +143,9 @@ def _answer(question: str, channel: Channel) -> None:
     time.sleep(STILL_S)
     is_still = num_collectives() == begun
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-    channel.send({"collectives": begun, "is_still": is_still, "at": innermost_place(stack)})
+    whole = answer.with_suffix(".part")
+    whole.write_text(json.dumps({"collectives": begun, "is_still": is_still, "at": innermost_place(stack)}))
+    whole.replace(answer)
 
 
 def enter(request: dict[str, Any]) -> None:

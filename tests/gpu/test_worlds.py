@@ -93,7 +93,7 @@ def training_step(model, batch):
         FAULT
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
-TIMEOUT_S = 12.0
+TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ FAULTS = {
         code="time.sleep(1000)",
         known_after_s=TIMEOUT_S,
         kind="timeout",
-        cause="killed after 12 s, during warmup; the others waited for rank 1 (net.py, line ",
+        cause="killed after 30 s, during warmup; the others waited for rank 1 (net.py, line ",
     ),
     "its card vanishes": Fault(
         code="time.sleep(0.5)",
@@ -128,7 +128,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", ["its card vanishes", *(pytest.param(name, marks=pytest.mark.slow) for name in ("killed", "hangs"))]
+)
 def test_what_happens_to_one_card_ends_all_and_leaves_nothing_on_any(tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     (tmp_path / "net.py").write_text(

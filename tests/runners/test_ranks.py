@@ -85,7 +85,7 @@ FAULTS = {  # samples of a rank -> what becomes of the probe
     "hangs and lets no other thread run": (11, Kind.TIMEOUT, "; the others waited for rank 1, which gives no answer"),
     "ends": (10, Kind.CRASHED, "rank 1: exited with status 0"),
 }
-TIMEOUT_S = 2.0  # of a probe that hangs
+TIMEOUT_S = 4.0  # of a probe that hangs
 SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.3, max_warmup_s=0.3, timeout_s=20)
 techniques = find_techniques()
 
