@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autotune.units import MIB
-from tests.driver.cards import A100
+from tests.driver.cards import A100, LAPTOP
 from tests.driver.played import Played
 from tests.driver.run import open_books, variables
 from tests.gpu.test_faults import MODEL
@@ -51,3 +51,52 @@ def test_the_rank_that_runs_out_of_memory_is_named(tmp_path: Path) -> None:
     outcome, _ = probe(tmp_path, tmp_path / "books", {"batch_size": 16}, second=full)
     assert outcome["kind"] == "oom", outcome
     assert outcome["cause"].startswith("rank 1: ")
+
+
+LARGE = """
+import torch
+from torch import nn
+
+WIDTH, NUM_BLOCKS, GLOBAL_BATCH = 2048, 24, 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.utils.skip_init(nn.Linear, WIDTH, 4 * WIDTH)  # what nobody writes to, the host need not hold
+        self.outer = nn.utils.skip_init(nn.Linear, 4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+def build_model():
+    return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+
+
+def make_batch(batch_size):
+    return torch.zeros(batch_size, WIDTH)
+
+
+def training_step(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_fits_no_single_card_is_found_to_train_on_four(tmp_path: Path) -> None:
+    """805 million parameters: with Adam, 9 GiB even where no gradient outlives its update, on cards of 8 GiB."""
+    (tmp_path / "large.py").write_text(LARGE)
+    environment = variables(tmp_path / "books", LAPTOP, 4, copies_up_to=65536, nccl_mib=100)
+    limits = ["--budget", "5m", "--trials", "12", "--probe-timeout", "90s"]
+    done = subprocess.run(
+        [*AUTOTUNE, "search", "large.py", "--devices", "4", *limits, "--json"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = json.loads(done.stdout)
+    assert str(found["config"]["parallel"]).startswith(("fsdp", "hsdp")), (found, done.stderr)
