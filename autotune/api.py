@@ -388,22 +388,25 @@ def explain(
         AutotuneError: as `probe` does.
     """
     asked, info = _of_a_target(ExplainOptions, options, config)
-    source = TaskSource.of(task).with_global_batch(asked.global_batch)
-    limit, settings = asked.memory_limit_bytes or info.free_bytes, None
-    if asked.gpu is None:
+    source, world = TaskSource.of(task).with_global_batch(asked.global_batch), _asked_world(asked)
+    limit, settings = asked.memory_limit_bytes or _free_bytes(info, world), None
+    runs = asked.gpu is None and world.size == 1  # modules are timed in one process
+    if runs:
         trainer: Runner = LocalRunner(source, device=asked.device, logs=logs / f"{source.name}.logs")
         settings = ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
     else:
-        trainer = _tracing(source, "cpu", logs, sweeping.INSPECT_TIMEOUT_S)
+        device = "cpu" if asked.gpu is not None else name_devices(asked.devices, asked.device)[0]
+        trainer = _tracing(source, device, logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
-        complete = None if config is None else _complete(config, runner)
+        complete = None if config is None else _complete(config, runner, world)
         job = InspectJob(
-            memory_limit_bytes=limit if asked.gpu is None else None,
+            memory_limit_bytes=limit if runs else None,
             timeout_s=sweeping.INSPECT_TIMEOUT_S,
             absent=None if asked.gpu is None else info,
             trained={} if complete is None else runner.techniques.trained(complete),
             comparing_s=sweeping.COMPARING_S,
-            trains=asked.gpu is None,
+            world=world,
+            trains=runs,
         )
         inspection = inspect(runner, job)
         complete = complete or runner.techniques.complete(

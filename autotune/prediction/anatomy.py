@@ -19,8 +19,9 @@ from autotune.prediction.allocator import reserved_bytes
 from autotune.prediction.fake_steps import Run, TraceError, Tracer
 from autotune.prediction.passes import Event
 from autotune.prediction.traces import Purpose
+from autotune.prediction.worlds import joined
 from autotune.probe.module_times import Scopes, Stretch
-from autotune.records.config import Config
+from autotune.records.config import ALONE, Config, World
 from autotune.records.device import Work
 from autotune.records.explanation import BATCH, KINDS, MODEL, STEP, UPDATE, Anatomy, ModuleMemory, Moment
 from autotune.task import Task
@@ -41,22 +42,29 @@ class _Began(NamedTuple):
 
 
 def anatomies(
-    task: Task, configs: Iterable[Config], target: Target, techniques: Techniques, host_bytes: int | None = None
+    task: Task,
+    configs: Iterable[Config],
+    target: Target,
+    techniques: Techniques,
+    host_bytes: int | None = None,
+    world: World = ALONE,
 ) -> Iterable[Anatomy | str]:
     """The anatomy of each config, or in one line why it cannot be traced; where the first cannot be, that alone.
 
     Args:
         host_bytes: as of `Tracer`.
+        world: the processes that train the model together; rank 0 is traced.
     """
     tracer: Tracer | None = None
-    for place, config in enumerate(configs):
-        try:
-            tracer = tracer or Tracer(task, target, techniques, host_bytes)
-            yield anatomy(tracer, config, target)
-        except TraceError as error:
-            yield str(error)
-            if place == 0:
-                return
+    with joined(world):
+        for place, config in enumerate(configs):
+            try:
+                tracer = tracer or Tracer(task, target, techniques, host_bytes, world)
+                yield anatomy(tracer, config, target)
+            except TraceError as error:
+                yield str(error)
+                if place == 0:
+                    return
 
 
 def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
@@ -74,7 +82,7 @@ def anatomy(tracer: Tracer, config: Config, target: Target) -> Anatomy:
     # where they are not copied, all micro batches of a step are there while it runs
     num_further = 0 if device.own_memory else config.accumulation_steps - 1
     further_bytes = num_further * tracer.input_bytes(config.batch_size) if num_further else 0
-    seen = found.anatomy(further_bytes)
+    seen = replace(found.anatomy(further_bytes), wire_bytes=found.wire_bytes(config.accumulation_steps))
     if not device.own_allocator:
         return seen
     added, held = tracer.techniques.allocator_settings(config), cublas_workspaces(gpu_of(target))
@@ -90,7 +98,7 @@ class _Found:
         made_in: key of a storage -> the module under whose code it was made.
         owners: key of what belongs to a parameter -> the module that owns it.
         steps: number of events at the beginning of each step.
-        micro_batch: number of stretches before the last micro batch.
+        micro_batches: number of stretches before each micro batch of the last step.
     """
 
     def __init__(self, run: Run) -> None:
@@ -100,7 +108,7 @@ class _Found:
         self.made_in: dict[int, str] = {}
         self.owners: dict[int, str] = {}
         self.steps: list[int] = []
-        self.micro_batch = 0
+        self.micro_batches: list[int] = []
         self.owner_of: dict[int, str] = {}
         for name, module in run.session.model.named_modules(remove_duplicate=False):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -123,15 +131,20 @@ class _Found:
         with self.scopes.followed():
             for step in range(NUM_STEPS):
                 self.steps.append(len(run.tracker.events))
-                for _ in range(num_micro if step else 1):
-                    self.micro_batch = len(self.scopes.stretches)
-                    self._take(run.micro_step(batch_size, inputs).purposes)
+                num_left = num_micro if step else 1
+                self.micro_batches = []
+                while num_left:
+                    num_left -= 1
+                    self.micro_batches.append(len(self.scopes.stretches))
+                    self._take(run.micro_step(batch_size, inputs, is_last=not num_left).purposes)
                     for parameter in run.session.model.parameters():
                         if parameter.grad is not None:
                             self._own(self.owner_of[id(parameter)], [parameter.grad])
                 self.scopes.begin(STEP, UPDATE)
                 update = run.update(batch_size) if step else run.first_update(batch_size)
                 self._take(update.purposes)
+                if not step:
+                    run.spreading.regroup()
                 for parameter, state in getattr(run.session.optimizer, "state", {}).items():
                     if id(parameter) in self.owner_of:
                         kept = [part for part in state.values() if torch.is_tensor(part)]
@@ -195,12 +208,22 @@ class _Found:
         """FLOPs and bytes moved, by module and phase, of the last micro batch and the update after it."""
         flops: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         moved: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for stretch in self.scopes.stretches[self.micro_batch :]:
+        for stretch in self.scopes.stretches[self.micro_batches[-1] :]:
             work = stretch.note.work
             if work.num_operators:
                 flops[stretch.module][stretch.phase] += sum(work.flops.values())
                 moved[stretch.module][stretch.phase] += work.moved_bytes
         return flops, moved
+
+    def wire_bytes(self, accumulation_steps: int) -> dict[str, float]:
+        """Bytes of each collective in an optimizer step."""
+        first, last = self.micro_batches[0], self.micro_batches[-1]
+        found: Counter[str] = Counter()
+        for place, stretch in enumerate(self.scopes.stretches[first:], first):
+            times = accumulation_steps - 1 if place < last else 1
+            for name, size_bytes in stretch.note.work.wire_bytes.items():
+                found[name] += times * int(size_bytes)
+        return dict(found)
 
     def _timeline(self, first: int, last: int, further_bytes: int) -> tuple[Moment, ...]:
         """The largest moment of each of some equal parts of the events from `first` to `last`."""

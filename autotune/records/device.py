@@ -73,12 +73,14 @@ class Work:
         moved_bytes: bytes that operators read and write, as if there were no caches.
         plain_bytes: the part of `moved_bytes` by operators without such FLOPs: elementwise ones, norms, copies.
         num_operators: number of operators, without those that only make a view of a tensor.
+        wire_bytes: collective -> bytes that it puts together or hands to all, of the whole and not of one process's part.
     """
 
     flops: dict[tuple[str, str], float] = field(default_factory=dict)
     moved_bytes: float = 0.0
     plain_bytes: float = 0.0
     num_operators: int = 0
+    wire_bytes: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,7 @@ class Anatomy(Record):
         last_layer: the module that ran last before the loss; empty where it is not known.
         modules: everything that lives at the peak, largest first. Their bytes add up to the peak.
         timeline: some moments of the step that holds the peak, the peak among them.
+        wire_bytes: collective -> bytes of an optimizer step that go over the wire, as in `Work`; empty where one process trains.
     """
 
     peak_bytes: int
@@ -69,6 +70,7 @@ class Anatomy(Record):
     last_layer: str
     modules: tuple[ModuleMemory, ...]
     timeline: tuple[Moment, ...] = ()
+    wire_bytes: dict[str, float] = field(default_factory=dict)
 
     def kinds(self) -> dict[str, int]:
         """Kind -> bytes at the peak, in the order of `KINDS`."""

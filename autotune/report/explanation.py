@@ -75,6 +75,9 @@ def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
         real = explanation.times.allocated_bytes
         said = f"Measured, the allocator's peak is {format_bytes(real)}: the trace is {memory.peak_bytes / real - 1:+.1%} off."
         blocks.append(Paragraph(Span(said, Tone.NOTE)))
+    if memory.wire_bytes:
+        wired = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in memory.wire_bytes.items())
+        blocks.append(Paragraph(f"Over the wire in a step: {wired}, of which each device sends its part."))
     where = f"in the {memory.phase} pass" if memory.phase in (FORWARD, BACKWARD) else "in the optimizer's step"
     return Section(
         "Memory", (table((">bytes", ">share", ""), rows), *blocks), f"the peak is {where}, at {named(memory.module)}"

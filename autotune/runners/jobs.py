@@ -273,10 +273,11 @@ class TraceJob(TracingJob[Traces]):
 
 @dataclass(frozen=True, kw_only=True)
 class AnatomyJob(TracingJob[Anatomies]):
-    """Trace what lives at the peak of each of some configs."""
+    """Trace what lives at the peak of each of some configs, in rank 0 of a world."""
 
     name: ClassVar[str] = "anatomy"
     configs: tuple[Config, ...]
+    world: World = ALONE
 
     def decode(self, answer: Message) -> Anatomies:
         return tuple(one if isinstance(one, str) else Anatomy.from_dict(one) for one in answer["anatomies"])

@@ -328,7 +328,7 @@ def _trace(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
 
 
 def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, Any]:
-    """What lives at the peak of configs: arguments `configs`, `target`, and `slice_s`, after which none is begun but the first."""
+    """What lives at the peak of configs: arguments `configs`, `target`, `world`, and `slice_s`, after which none is begun but the first."""
     hide_gpus()
     from autotune.prediction.anatomy import anatomies
 
@@ -337,7 +337,8 @@ def _anatomies(task: Task, arguments: dict[str, Any], report: Report) -> dict[st
     started, found = time.monotonic(), []
     techniques = find_techniques()
     configs = (techniques.complete(config) for config in arguments["configs"])
-    for anatomy in anatomies(task, configs, arguments["target"], techniques, host_bytes):
+    world = World.from_dict(arguments["world"])
+    for anatomy in anatomies(task, configs, arguments["target"], techniques, host_bytes, world):
         found.append(anatomy if isinstance(anatomy, str) else anatomy.to_dict())
         if time.monotonic() >= started + arguments["slice_s"]:
             break

@@ -48,7 +48,7 @@ def dissect(
 
     Args:
         target: the kind of device to explain for.
-        settings: of the measured run; None where the device is not there.
+        settings: of the measured run; None where the device is not there, or where several train together.
         timeout_s: seconds after which no further config is traced; the first one may take twice as long.
     """
     started_s = runner.now_s()
@@ -88,7 +88,8 @@ def _trace(
     """The anatomy of the first config, or why there is none, and those of the others as far as there was time."""
     if why := _untraceable(inspection, configs[0], runner.techniques):
         return None, why, ()
-    job = AnatomyJob(configs=tuple(configs), target=target, slice_s=timeout_s, timeout_s=2 * timeout_s)
+    world = inspection.known_world
+    job = AnatomyJob(configs=tuple(configs), target=target, world=world, slice_s=timeout_s, timeout_s=2 * timeout_s)
     try:
         first, *others = runner.run(job)
     except JobFailed as failed:
@@ -113,7 +114,7 @@ def _measure(
 ) -> tuple[Outcome | None, ModuleTimes | None, str]:
     """A probe of the config and the times of its modules, which are made to sum to the probe's phases."""
     if settings is None:
-        return None, None, "the device is not in this machine"
+        return None, None, "the devices are not in this machine, or several of them train together"
     probe = runner.probe(config, settings)
     if probe.measurement is None:
         return probe, None, probe.cause

@@ -76,9 +76,7 @@ def configs_of(model: str, world_size: int) -> Iterator[dict[str, Any]]:
 
 def train(model: str, config: dict[str, Any], world: World, store: Path) -> dict[str, Any]:
     """Train for a few steps in this process, as one rank of a world."""
-    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = (
-        "0"  # its thread reads the store, and aborts where a busy machine is slow
-    )
+    torch.set_num_threads(1)  # makes torch's pool anew after the fork, before several threads ask for it
     device = open_device(f"cuda:{world.rank}")
     device.enter()
     join(world, device.torch_device, store)

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from autotune.records.outcome import Kind
+from autotune.study.reading import load_study
 from autotune.units import MIB
-from tests.driver.cards import A100
+from tests.driver.cards import A100, LAPTOP
 from tests.driver.played import Played
 from tests.driver.run import open_books, variables
 from tests.gpu.test_faults import GROUPS, MODEL
@@ -209,3 +211,51 @@ def test_what_runs_out_of_memory_on_one_card_raises_for_all_although_its_process
         "PeerError rank 1 ran out of memory (an allocation of 4.00 TiB failed), and no other process"
     )
     assert second.startswith("OutOfMemoryError")
+
+
+LARGE = """
+import torch
+from torch import nn
+
+WIDTH, NUM_BLOCKS, GLOBAL_BATCH = 2048, 24, 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.utils.skip_init(nn.Linear, WIDTH, 4 * WIDTH)  # what nobody writes to, the host need not hold
+        self.outer = nn.utils.skip_init(nn.Linear, 4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+def build_model():
+    return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+
+
+def make_batch(batch_size):
+    return torch.zeros(batch_size, WIDTH)
+
+
+def training_step(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_fits_no_single_card_is_found_to_train_on_four(tmp_path: Path) -> None:
+    """805 million parameters: with Adam, 9 GiB even where no gradient outlives its update, on cards of 8 GiB."""
+    (tmp_path / "large.py").write_text(LARGE)
+    environment = variables(tmp_path / "books", LAPTOP, 4, copies_up_to=65536, nccl_mib=100)
+    limits = ["--budget", "5m", "--trials", "4", "--probe-timeout", "90s"]
+    command = [*AUTOTUNE, "search", "large.py", "--devices", "4", *limits]
+    with (tmp_path / "log").open("w") as log:
+        subprocess.run(command, env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, check=False)
+    probes = load_study(tmp_path / "studies" / "large.db").probes
+    trained = [probe.config for probe in probes if probe.outcome.kind is Kind.OK]
+    assert trained and all(str(config["parallel"]).startswith(("fsdp", "hsdp")) for config in trained), (
+        tmp_path / "log"
+    ).read_text()
+    assert probes[0].outcome.kind is Kind.OOM  # copies of the model

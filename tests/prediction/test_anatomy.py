@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autotune.prediction.anatomy import anatomies
+from autotune.records.config import World
 from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, STEP, UPDATE, Anatomy
 from autotune.task import Task, load_task
 from autotune.techniques import find_techniques
@@ -68,3 +69,17 @@ def test_on_a_gpu_the_copy_of_the_batch_counts_and_the_allocator_is_simulated() 
     found = anatomy(load_task(MODELS / "transformer.py"), {"batch_size": 4}, "cuda")
     assert found.kinds()["batch"] > 0
     assert found.reserved_bytes % 2**21 == 0 and found.reserved_bytes > found.peak_bytes
+
+
+def test_a_rank_holds_its_shards_and_what_goes_over_the_wire_is_told() -> None:
+    task, techniques = load_task(MODELS / "transformer.py"), find_techniques()
+    configs = [complete({"batch_size": 4, "accumulation_steps": 2, "parallel": kind}) for kind in ("ddp", "fsdp")]
+    ddp, fsdp = anatomies(task, configs, "cpu", techniques, world=World(size=2))
+    assert isinstance(ddp, Anatomy) and isinstance(fsdp, Anatomy), (ddp, fsdp)
+    assert fsdp.kinds()["optimizer"] == pytest.approx(ddp.kinds()["optimizer"] / 2, rel=0.02)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in task.model().parameters())
+    assert ddp.wire_bytes["all-reduce"] == pytest.approx(whole, rel=0.001)  # once in a step
+    assert fsdp.wire_bytes["reduce-scatter"] == pytest.approx(whole, rel=0.02)
+    assert (
+        fsdp.wire_bytes["all-gather"] > 2 * fsdp.wire_bytes["reduce-scatter"]
+    )  # in each micro batch, forward and backward

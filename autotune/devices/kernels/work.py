@@ -33,11 +33,23 @@ _FORMULAS = {
 }
 
 
+_COLLECTIVES = {
+    "allreduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "allgather": "all-gather",
+    "broadcast": "broadcast",
+}
+
+
 def count(work: Work, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
     """Add an operator to the work. One that only makes a view of a tensor does no work."""
     if func.is_view:
         return
     work.num_operators += 1
+    if func.namespace == "c10d":
+        name = next((name for part, name in _COLLECTIVES.items() if part in func.__name__), func.__name__)
+        whole = max(sum(tensor.numel() * tensor.element_size() for tensor in _tensors((given,))) for given in args)
+        work.wire_bytes[name] = work.wire_bytes.get(name, 0.0) + whole
     read = list(_tensors(args))
     moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *_tensors((result,))))
     work.moved_bytes += moved_bytes
