@@ -17,6 +17,7 @@ import torch
 from autotune import api
 from autotune.errors import ConfigError, TaskError
 from autotune.export.base import arguments
+from autotune.group import launched_world
 from autotune.records.config import Choice
 from autotune.records.result import Result
 from autotune.report.figures import said_of
@@ -115,8 +116,8 @@ def read(
     for name, words in BATCH.items():
         found[name] = words[framework].read(given) if framework in words else None
     for name, technique in find_techniques().items():
-        if technique.phase is Phase.SPREAD:  # nothing of one process
-            continue
+        if technique.phase is Phase.SPREAD and launched_world().size == 1:
+            continue  # such arguments change nothing then
         found[name] = technique.read(framework, given)
         if found[name] is None and task is not None and model is not None and framework in technique.frameworks:
             whole = technique.recomputation(task, model, technique.off)
