@@ -137,11 +137,9 @@ def shards_parameters(result: Result) -> bool:
 def launching(result: Result) -> dict[str, str]:
     """How the answer's number of processes is said where the text has no word for it; nothing where one trains alone."""
     number = result.subject.num_processes
-    return (
-        {}
-        if number == 1
-        else {"num_processes": f"{number}: start the script with `torchrun --nproc-per-node {number}`"}
-    )
+    if number == 1:
+        return {}
+    return {"num_processes": f"{number}: start the script with `torchrun --nproc-per-node {number}`"}
 
 
 def _lost(techniques: Techniques, result: Result, frameworks: Sequence[str]) -> dict[str, str]:

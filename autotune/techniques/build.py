@@ -101,7 +101,8 @@ class Build:
         batch_streams: applied in order to the stream of micro batches that the data loader yields.
         one_micro_batch: why a step can take only one micro batch; empty where it can take several.
         unrepeatable: why a step that ran out of memory cannot be taken again; empty where it can.
-        places: technique -> the modules that it acts on: role -> names.
+        places: technique -> the modules that it acts on: role -> names. For `parallel` also what
+            frameworks want to know: the classes of these modules, or whether the loss leaves parameters out.
         ddp_options: keyword arguments for `DistributedDataParallel`, where each process has a copy of the model.
         fsdp_options: keyword arguments for `fully_shard`.
         spread: how the model is spread over the processes of a world; None in a world of one.

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 
 _HYBRID = re.compile(r"hsdp:([1-9]\d*)")
 DDP, ZERO1, FSDP, FSDP_GRAD = "ddp", "zero1", "fsdp", "fsdp_grad"
-_GROUPS, _SIZE = (
-    "parallelism_config",
-    "dp_shard_size",
-)  # as Accelerate calls the processes that share shards out, and how many
+# as Accelerate calls the processes that share parameters out, and how many they are
+_GROUPS, _SIZE = "parallelism_config", "dp_shard_size"
 _SHARDS = """
 blocks=[model.get_submodule(name) for name in {{modules}}],
 mesh=mesh_over(DEVICE.type, WORLD_SIZE, {number}),
