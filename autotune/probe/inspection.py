@@ -275,7 +275,8 @@ def _baseline(task: Task, techniques: Techniques, dataset_size: int | None, worl
         usual = task.loader_batch_size() or DEFAULT_BATCH_SIZE
         given[BATCH_SIZE] = largest_batch_size(min(usual, dataset_size or usual), task.global_batch, world)
     try:
-        return techniques.complete(given, global_batch=task.global_batch, world=world)
+        others = {name: choice for name, choice in given.items() if name != BATCH_SIZE}
+        return techniques.complete(others, baseline=given, global_batch=task.global_batch, world=world)
     except ConfigError as error:
         raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct BASELINE") from None
 

@@ -194,6 +194,12 @@ class Inspection(Record):
         return self.world or ALONE
 
     @property
+    def devices(self) -> str:
+        """The devices that train together, in words."""
+        number = f"{self.known_world.size} x " if self.known_world.size > 1 else ""
+        return f"{number}{self.device.model}"
+
+    @property
     def sample_s(self) -> float | None:
         """Seconds per sample of the inspection's step."""
         return None if self.step_s is None else self.step_s / self.step_samples

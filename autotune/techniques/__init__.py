@@ -129,12 +129,16 @@ class Techniques(Mapping[str, Technique]):
 
         Args:
             world: the processes that train together, which share the global batch.
-            baseline: the task's baseline, as far as it is stated; its batch size is taken where `choices` name none.
+            baseline: the task's baseline, as far as it is stated. Where `choices` name no batch size, it is the baseline's, or in a
+                world of several processes the largest below it that keeps the global batch.
 
         Raises:
             ConfigError: an unknown key, an invalid choice, or a batch that does not keep the global batch.
         """
         stated = {BATCH_SIZE: baseline[BATCH_SIZE]} if baseline and BATCH_SIZE in baseline else {}
+        if stated and world.size > 1:  # it may have been stated of one process
+            whole = int(self.validate(BATCH_SIZE, stated[BATCH_SIZE]))
+            stated = {BATCH_SIZE: largest_batch_size(whole, global_batch, world)}
         given = {name: self.validate(name, choice) for name, choice in {**stated, **choices}.items()}
         batch_size = int(given.get(BATCH_SIZE, largest_batch_size(DEFAULT_BATCH_SIZE, global_batch, world)))
         plan = BatchPlan(batch_size) if global_batch is None else BatchPlan.keeping(global_batch, batch_size, world)

@@ -64,7 +64,7 @@ def dissect(
     probe, times, untimed = _measure(runner, config, settings)
     return Explanation(
         task=inspection.facts.name,
-        device=inspection.device.model,
+        device=inspection.devices,
         on_gpu=capabilities_of(inspection.device.name).own_memory,
         config=config.as_dict(),
         memory=memory,

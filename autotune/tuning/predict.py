@@ -62,7 +62,7 @@ def predict_fit(
     fits = question.fits(config) if config is not None else any(group.fits for group in groups)
     return MemoryPrediction(
         task=inspection.facts.name,
-        device=inspection.device.model,
+        device=inspection.devices,
         on_gpu=capabilities_of(traces.target).own_memory,
         memory_limit_bytes=memory_limit_bytes,
         headroom=headroom,

@@ -35,8 +35,7 @@ def test_a_model_is_predicted_to_reserve_what_the_allocator_did(model: str, ever
     [
         *(
             pytest.param(model, size, 1, marks=pytest.mark.slow, id=f"{model} by {size}, every row")
-            for model in reserved_worlds.BATCH
-            for size in reserved_worlds.WORLDS
+            for model, size in sorted({(row.model, row.world_size) for row in reserved_worlds.recorded()})
         ),
         pytest.param("gpt", 4, 4, id="gpt by 4, every fourth row"),
     ],
