@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import distributed
 from torch.utils.data import DistributedSampler
 
 from autotune.devices import Device, open_device
@@ -27,7 +26,7 @@ from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import shares_of
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build, Spread
-from autotune.techniques.tensors.spread import copies
+from autotune.techniques.tensors.spread import copies_of, start_equal
 
 
 class Session:
@@ -425,6 +424,7 @@ def prepare(
         build.optimizer = change(build.optimizer)
     _apply(build, techniques, Phase.LOADER)
     if world.size > 1:
+        build.task.dataset()  # the same in all of them, also where it draws random numbers
         seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
     # the others of a world are somewhere in a step that cannot be taken back
     halves = on_oom == HALVE and world.size == 1
@@ -442,12 +442,10 @@ def _spread_out(build: Build, techniques: Techniques) -> None:
             "the task's own step is run as it is, and gradients of several processes are averaged inside it"
         )
     join(build.world, build.device.torch_device)
-    with torch.no_grad():
-        for tensor in itertools.chain(build.model.parameters(), build.model.buffers()):
-            distributed.broadcast(tensor.detach(), 0)
+    start_equal(build.model)
     _apply(build, techniques, Phase.SPREAD)
     if build.spread is None:
-        build.spread = copies(build)
+        build.spread = copies_of(build)
 
 
 def _apply(build: Build, techniques: Techniques, phase: Phase) -> None:

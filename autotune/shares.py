@@ -30,20 +30,20 @@ def share_out(dataset: Any, options: dict[str, Any], world: World, batch_size: i
         return dataset, options
     (seed, *_) = gather(int(torch.randint(2**31, ())))
     if isinstance(dataset, IterableDataset):
-        return StreamShare(dataset, world, seed), options
+        return StreamShare(dataset, world.data_parallel, world.group, seed), options
     sampler: Any = options.get("sampler")
     if sampler is None:
         shared: Any = DistributedSampler(dataset, num_replicas=world.data_parallel, rank=world.group, seed=seed)
     else:
-        shared = OrderShare(sampler, world, batch_size, seed=seed)
+        shared = OrderShare(sampler, world.data_parallel, world.group, batch_size, seed=seed)
     return dataset, {**options, "sampler": shared}
 
 
 class OrderShare(Sampler[int]):
-    """Of an order that another sampler gives, this process's batches: the same order is drawn in every process."""
+    """Of an order that another sampler gives, the batches of one of `number` processes: the same order is drawn in each."""
 
-    def __init__(self, sampler: Any, world: World, batch_size: int, seed: int) -> None:
-        self._sampler, self._world, self._batch_size, self._seed = sampler, world, batch_size, seed
+    def __init__(self, sampler: Any, number: int, own: int, batch_size: int, seed: int) -> None:
+        self._sampler, self._number, self._own, self._batch_size, self._seed = sampler, number, own, batch_size, seed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -51,30 +51,30 @@ class OrderShare(Sampler[int]):
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self._sampler) // self._world.data_parallel)
+        return -(-len(self._sampler) // self._number)
 
     def __iter__(self) -> Iterator[int]:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._seed + self._epoch)  # the device's own stays as it is
             order = list(self._sampler)
-        number, size = self._world.data_parallel, self._batch_size
+        number, size = self._number, self._batch_size
         full = len(order) - len(order) % (number * size)
-        for start in range(self._world.group * size, full, number * size):
+        for start in range(self._own * size, full, number * size):
             yield from order[start : start + size]
         rest = order[full:]
         rest += list(itertools.islice(itertools.cycle(order), -len(rest) % number))
-        yield from rest[self._world.group :: number]
+        yield from rest[self._own :: number]
 
 
 class StreamShare(IterableDataset[Any]):
-    """Of each round of samples of a stream, one a process, this process's own; a round that is not full is left out.
+    """Of each round of samples of a stream, one for each of `number` processes, one's own; a round not full is left out.
 
     The stream draws the same random numbers in all processes, so that one that shuffles gives the same order to all. Data workers
     split it as the dataset itself has them do; it must not split itself by process.
     """
 
-    def __init__(self, stream: IterableDataset[Any], world: World, seed: int) -> None:
-        self._stream, self._world, self._seed = stream, world, seed
+    def __init__(self, stream: IterableDataset[Any], number: int, own: int, seed: int) -> None:
+        self._stream, self._number, self._own, self._seed = stream, number, own, seed
         self._epoch = self._passes = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -88,19 +88,19 @@ class StreamShare(IterableDataset[Any]):
         self._passes += 1  # of data workers that persist, which are told of no epoch
         samples = iter(self._stream)
         while True:
-            taken = list(itertools.islice(samples, self._world.data_parallel))
+            taken = list(itertools.islice(samples, self._number))
             common = RandomState(_HOST)
             own.restore()
-            if len(taken) < self._world.data_parallel:
+            if len(taken) < self._number:
                 return
-            yield taken[self._world.group]
+            yield taken[self._own]
             own = RandomState(_HOST)
             common.restore()
 
     def __len__(self) -> int:
         if not isinstance(self._stream, Sized):
             raise TypeError(f"{type(self._stream).__name__} has no length")
-        return len(self._stream) // self._world.data_parallel
+        return len(self._stream) // self._number
 
 
 def own_samples(dataset: Any, world: World) -> Any:

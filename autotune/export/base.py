@@ -12,13 +12,24 @@ from typing import Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.techniques import Techniques, find_techniques
-from autotune.techniques.frameworks import ACCELERATE, BATCH, DATALOADER, DEEPSPEED, EVAL_BATCH, LIGHTNING
+from autotune.techniques import Phase, Techniques, find_techniques
+from autotune.techniques.frameworks import (
+    ACCELERATE,
+    BATCH,
+    DATALOADER,
+    DEEPSPEED,
+    EVAL_BATCH,
+    LIGHTNING,
+    TRANSFORMERS,
+    merge,
+)
+from autotune.techniques.spread_option import SHARDED
 
 SearchedChoices = Mapping[str, Sequence[Choice]]  # technique -> choices that were searched; may lack some or all
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
 # give the micro batches of a step equal weights; transformers counts labels
 _ALIKE = {ACCELERATE, DEEPSPEED, LIGHTNING}
+_OVER_ACCELERATE = {ACCELERATE, TRANSFORMERS}  # the second trains by the first
 
 
 @dataclass(frozen=True)
@@ -85,30 +96,64 @@ def arguments(
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
     techniques = find_techniques()
+    lost = _lost(techniques, result, frameworks)
     users_own = techniques.trained({}).keys() - result.subject.trained.keys()
     for name, choice in result.config.items():
         searched = space.get(name, ())
         choices = searched if len(searched) > 1 else ()
         words = [words_of(techniques, each, name, choice, choices, result.subject.optimizer) for each in frameworks]
+        if name in lost:
+            words = [None] * len(frameworks)
         for framework, found in zip(frameworks, words, strict=True):
-            said[framework] |= found or {}
+            said[framework] = merge(said[framework], found or {})
         if all(found is None for found in words):
             if name not in techniques:
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
             elif choice != techniques[name].off and name not in users_own:
-                unsaid[name] = f"{techniques[name].label(choice)}: {no_words}"
+                unsaid[name] = f"{techniques[name].label(choice)}: {lost.get(name, no_words)}"
     if result.evaluation is not None and (size := result.evaluation.eval_batch_size) is not None:
         for framework in EVAL_BATCH.keys() & set(frameworks):
             said[framework] |= EVAL_BATCH[framework].write(size)
         if not EVAL_BATCH.keys() & set(frameworks):
             unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
-    accumulates = int(result.config.get("accumulation_steps", 1)) > 1
-    if "loss_weight" in result.subject.parts and accumulates and _ALIKE & {*frameworks}:
+    several = int(result.config.get("accumulation_steps", 1)) * result.subject.num_processes > 1
+    if "loss_weight" in result.subject.parts and several and _ALIKE & {*frameworks}:
         unsaid["loss_weight"] = (
             "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
             "mean number of terms of the step's micro batches"
         )
+    if result.config.get("amp", "off") != "off" and "parallel" not in unsaid and _in_amps_type(result) & {*frameworks}:
+        unsaid["amp"] = (
+            f"{techniques['amp'].label(result.config['amp'])}: it is said, and shards travel in it there, too"
+        )
     return said, unsaid
+
+
+def shards_parameters(result: Result) -> bool:
+    """Whether the answer shards parameters; else each process has a copy of the model."""
+    return str(result.config.get("parallel")).startswith(SHARDED)
+
+
+def launching(result: Result) -> dict[str, str]:
+    """How the answer's number of processes is said where the text has no word for it; nothing where one trains alone."""
+    number = result.subject.num_processes
+    if number == 1:
+        return {}
+    return {"num_processes": f"{number}: start the script with `torchrun --nproc-per-node {number}`"}
+
+
+def _lost(techniques: Techniques, result: Result, frameworks: Sequence[str]) -> dict[str, str]:
+    """Techniques that a framework has words for, and does not do on the device: why not."""
+    if not (_OVER_ACCELERATE & {*frameworks} and shards_parameters(result) and result.subject.device.startswith("cpu")):
+        return {}
+    why = "Accelerate shards parameters on GPUs alone, and trains copies of the model on a CPU"
+    return {name: why for name, technique in techniques.items() if technique.phase is Phase.SPREAD}
+
+
+def _in_amps_type(result: Result) -> set[str]:
+    """The frameworks that share out in the type of mixed precision, where the answer shares out something in fp32."""
+    of_deepspeed = {DEEPSPEED} if result.config.get("parallel", "ddp") != "ddp" else set()
+    return (_OVER_ACCELERATE if shards_parameters(result) else set()) | of_deepspeed
 
 
 def words_of(

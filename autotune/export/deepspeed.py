@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching
+from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, World
 from autotune.records.result import Result
 from autotune.techniques.frameworks import DEEPSPEED
 
@@ -21,6 +22,10 @@ class DeepSpeed(Exporter):
     summary = "a ds_config.json for DeepSpeed"
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
-        """One section or number for each key; DeepSpeed multiplies the batch by the number of processes itself."""
+        """One section or number for each key. With the batch of all processes, DeepSpeed refuses another number of them."""
         said, unsaid = arguments(result, space, (DEEPSPEED,), _UNSAID)
-        return Export(json.dumps(said[DEEPSPEED], indent=2), unsaid)
+        found, number = said[DEEPSPEED], result.subject.num_processes
+        if number > 1:
+            plan = BatchPlan(int(result.config[BATCH_SIZE]), int(result.config[ACCUMULATION]), World(size=number))
+            found["train_batch_size"] = plan.samples_per_step
+        return Export(json.dumps(found, indent=2), {**unsaid, **launching(result)})

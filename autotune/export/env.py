@@ -18,9 +18,10 @@ class Env(Exporter):
     summary = "lines of NAME=value, for `set -a; source FILE`, Docker and make"
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
-        """Every key of the config, those that are off included, and the batch size for evaluation if there is one."""
+        """Every key of the config, those that are off included, the batch size for evaluation, and how many processes train."""
         found = result.evaluation and result.evaluation.eval_batch_size
         said = {**result.config, **({"eval_batch_size": found} if found else {})}
+        said |= {"num_processes": result.subject.num_processes} if result.subject.num_processes > 1 else {}
         return Export("\n".join(f"{PREFIX}{name.upper()}={_value(choice)}" for name, choice in said.items()))
 
 

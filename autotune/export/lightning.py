@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import json
+from textwrap import indent
+from typing import Any
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments, shards_parameters
+from autotune.export.source import Source
 from autotune.records.result import Result
-from autotune.techniques.frameworks import DATALOADER, LIGHTNING
+from autotune.techniques import Phase, find_techniques
+from autotune.techniques.frameworks import DATALOADER, LIGHTNING, TORCH, At
+
+_STRATEGIES = "lightning.pytorch.strategies"
+_CONFIGURE = """
+def configure_model(self):
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+    if isinstance(self, FSDPModule):  # before a further fit, or validation
+        return
+    model, DEVICE, WORLD_SIZE = self, torch.device(self.device_mesh.device_type), self.trainer.world_size
+
+    def shard(blocks, mesh, reshard, **options):
+        for module in (*blocks, model):
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **options)
+
+    shard(
+{options},
+    )
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        register_fsdp_forward_method(self, name)
+"""
 
 
 class Lightning(Exporter):
-    """JSON with two objects: `Trainer(**said["trainer"])` and `DataLoader(dataset, **said["dataloader"])`."""
+    """JSON with two objects: `Trainer(**said["trainer"])` and `DataLoader(dataset, **said["dataloader"])`.
+
+    Where several processes train, a strategy with options is said as `LightningCLI` takes it, `class_path` and `init_args`.
+    Where they shard parameters, `configure_model` has the lines that belong into the module.
+    """
 
     name = LIGHTNING
     summary = "arguments of Lightning's Trainer and of a DataLoader as JSON"
@@ -20,4 +48,38 @@ class Lightning(Exporter):
         said, unsaid = arguments(
             result, space, (LIGHTNING, DATALOADER), "neither `Trainer` nor `DataLoader` has an argument for it"
         )
-        return Export(json.dumps({"trainer": said[LIGHTNING], "dataloader": said[DATALOADER]}, indent=2), unsaid)
+        trainer = said[LIGHTNING]
+        text: dict[str, Any] = {"trainer": said[LIGHTNING], "dataloader": said[DATALOADER]}
+        number, places = result.subject.num_processes, result.places.get("parallel", {})
+        if number > 1:
+            trainer["devices"] = number
+        if shards_parameters(result):
+            sizes = {"data_parallel_size": number, "tensor_parallel_size": 1}
+            trainer["strategy"] = {"class_path": f"{_STRATEGIES}.ModelParallelStrategy", "init_args": sizes}
+            if result.config["shard_dtype"] != "fp32":
+                trainer["precision"] = "bf16-mixed"
+            text["configure_model"], in_it = _configure_model(result)
+            unsaid = {name: why for name, why in unsaid.items() if name not in in_it}
+        elif number > 1:
+            unused = {"find_unused_parameters": True} if places.get("find_unused_parameters") else {}
+            options = {**unused, **trainer.get("strategy", {})}
+            trainer["strategy"] = (
+                {"class_path": f"{_STRATEGIES}.DDPStrategy", "init_args": options} if options else "ddp"
+            )
+        return Export(json.dumps(text, indent=2), unsaid)
+
+
+def _configure_model(result: Result) -> tuple[list[str], list[str]]:
+    """Lines of a LightningModule that shard its parameters, and which techniques they are."""
+    source, options, names = Source(), [], []
+    for name, technique in find_techniques().items():
+        choice = result.config.get(name, technique.off)
+        lines = technique.write(TORCH, choice) if choice != technique.off else None
+        if technique.phase is Phase.SPREAD and lines and At.SPREAD in lines:
+            said = lines[At.SPREAD].replace("{modules}", json.dumps(result.places.get(name, {}).get("modules", [])))
+            options.append(said)
+            names.append(name)
+            source.bring(f"dict({said})", type(technique).__module__, "autotune.techniques.tensors.spread")
+    given = indent(",\n".join(options), "        ")
+    text = "\n\n".join([*source.definitions.values(), _CONFIGURE.format(options=given).strip("\n")])
+    return [*source.import_lines(), "import torch", "", *text.splitlines()], names

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import indent, wrap
 
+from autotune.devices import capabilities_of
 from autotune.errors import ConfigError
 from autotune.export.base import Export, Exporter, SearchedChoices
 from autotune.export.source import Source
@@ -16,7 +18,14 @@ from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TORCH, At
 
 # whose functions and imports the script's own lines use
-_MODULES = ("autotune.task.batches", "autotune.task.losses", "autotune.task.adapters", "autotune.session")
+_MODULES = (
+    "autotune.task.batches",
+    "autotune.task.losses",
+    "autotune.task.adapters",
+    "autotune.techniques.tensors.spread",
+    "autotune.shares",
+    "autotune.session",
+)
 _DEFAULT_LOSS = '''
 
 def training_step(model, batch):
@@ -52,6 +61,14 @@ spec = importlib.util.spec_from_file_location("model_of_the_search", {file})
 model_file = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(model_file)
 """
+# Its processes find each other by what torchrun sets; a process group that is there already is used.
+_WORLD = """
+if not distributed.is_initialized():
+    distributed.init_process_group("{backend}")
+RANK, WORLD_SIZE = distributed.get_rank(), distributed.get_world_size()
+if WORLD_SIZE != {number}:
+    sys.exit("The answer is one for {number} processes: torchrun --nproc-per-node {number} " + sys.argv[0])
+"""
 _LOADER = """
 
 def counted(samples):
@@ -60,7 +77,7 @@ def counted(samples):
 
 
 dataset = train_dataset()
-loader = torch.utils.data.DataLoader(
+{shared}loader = torch.utils.data.DataLoader(
     dataset,
     batch_size=BATCH_SIZE,
     collate_fn=counted,
@@ -88,13 +105,38 @@ def step(micro_batches):
     \"\"\"Take one optimizer step. {told}\"\"\"
 {body}
 """
+# gradients are averaged over the processes, so that a share is one of all their terms, times their number
+_TOGETHER = """
+weights = {weights}
+weights = torch.tensor(weights, dtype=torch.float64, device=DEVICE)
+terms = sum_over(weights.sum())
+shares = torch.where(terms > 0, weights * WORLD_SIZE / terms, 1 / len(weights))
+mean_loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
+for number, ((batch, _), share) in enumerate(zip(micro_batches, shares, strict=True)):
+    with spread.synchronizing(number == len(weights) - 1):
+        {micro}
+        loss = loss * share.to(loss.dtype)
+        {backward}
+    mean_loss = mean_loss + torch.where(share > 0, loss.detach(), torch.zeros_like(loss))
+""".strip()
 _LOOP = """
 
 if __name__ == "__main__":
     for number, micro_batches in enumerate(itertools.islice(steps(), NUM_STEPS), start=1):
         print(f"step {number}: {step(micro_batches)}")
 """
+_LOOP_OF_SEVERAL = """
+
+if __name__ == "__main__":
+    for number, micro_batches in enumerate(itertools.islice(steps(), NUM_STEPS), start=1):
+        loss = step(micro_batches)
+        if RANK == 0:
+            print(f"step {number}: {loss}")
+    distributed.destroy_process_group()
+"""
+_OWN_SEED = "seed_everything(torch.initial_seed() + RANK)"
 _NUM_STEPS = 100
+_OF_PLACES = re.compile(r"\{(places|modules)\}")
 _WIDTH = 116  # of a comment
 
 
@@ -132,6 +174,9 @@ class _Script:
         self.is_of_file = bool(result.subject.model and result.subject.parts)
         self.parts = set(result.subject.parts) if self.is_of_file else {"build_model", "make_batch", "training_step"}
         self.accumulates = int(result.config[ACCUMULATION]) > 1
+        self.num_processes = result.subject.num_processes
+        self.together = self.num_processes > 1
+        self.weighs = self.accumulates or self.together
         self.source = Source()
         self.techniques = find_techniques()
         self.said: dict[At, list[str]] = {place: [] for place in At}
@@ -148,23 +193,27 @@ class _Script:
         why = ""
         if lines is None:
             why = "it has no lines of plain torch"
-        elif name not in self.result.places and any("{places}" in text for text in lines.values()):
+        elif name not in self.result.places and any(_OF_PLACES.search(text) for text in lines.values()):
             why = "the study does not say which modules it acted on; search again"
         if why or lines is None:
             self.unsaid[name] = f"{technique.label(choice)}: {why}"
             return
-        places = ", ".join(f"{role}={json.dumps(names)}" for role, names in self.result.places.get(name, {}).items())
+        found = self.result.places.get(name, {})
+        places = ", ".join(f"{role}={json.dumps(names)}" for role, names in found.items())
         for place, text in lines.items():
-            said = text.replace("{places}", places)
+            said = text.replace("{places}", places).replace("{modules}", json.dumps(found.get("modules")))
             self.said[At(place)].append(said)
-            self.source.bring(f"dict({said})" if place == At.LOADER else said, type(technique).__module__)
+            is_named = place in (At.LOADER, At.SPREAD)
+            self.source.bring(f"dict({said})" if is_named else said, type(technique).__module__)
 
     def text(self) -> str:
         """The file."""
-        own = "\n".join((*self._settings(), *self._model(), *self._data(), *self._step(), _LOOP))
+        loop = _LOOP_OF_SEVERAL if self.together else _LOOP
+        own = "\n".join((*self._settings(), *self._model(), *self._data(), *self._step(), loop))
         self.source.bring(own, *_MODULES)
         early = ["import os", *self.said[At.ENVIRONMENT], ""] if self.said[At.ENVIRONMENT] else []
         loading = {"import importlib.util", "import sys"} if self.is_of_file else set()
+        loading |= {"import os", "import sys"} if self.together else set()
         imports = {"import itertools", *loading, *self.source.import_lines()}
         ordered = sorted(imports, key=lambda line: (line.startswith("from "), line))
         head = [*self._comment(), "", "from __future__ import annotations", "", *early, *ordered, "", "import torch"]
@@ -178,6 +227,13 @@ class _Script:
             "Run it in the folder of the search. `step`, at its end, takes an optimizer step.",
             f"It seeds nothing. It ends after {self._end()}.",
         ]
+        if self.together:
+            lines[1:] = [
+                f"Start it in the folder of the search: torchrun --nproc-per-node {self.num_processes} THIS_FILE. "
+                "`step`, at its end, takes an optimizer step over all processes.",
+                "Once model and dataset are built, each process goes on from torch's seed plus its own number. It ends after "
+                f"{self._end()}.",
+            ]
         if "configure_optimizers" in self.parts and "train_step" not in self.parts:
             lines.append("It steps no learning-rate scheduler, even if `configure_optimizers` returns one.")
         lines += [f"The search warned: {warning}" for warning in result.warnings]
@@ -203,16 +259,26 @@ class _Script:
     def _used(self) -> set[str]:
         used = {"build_model", "training_step", "train_step", "configure_optimizers", "MAX_GRAD_NORM", "VARIANTS"}
         used |= {"train_dataset", "collate_fn"} if "train_dataset" in self.parts else {"make_batch"}
-        return self.parts & (used | ({"loss_weight"} if self.accumulates else set()))
+        return self.parts & (used | ({"loss_weight"} if self.weighs else set()))
 
     def _settings(self) -> Iterator[str]:
         config = self.result.config
-        yield f"BATCH_SIZE = {config[BATCH_SIZE]}  # samples of a micro batch"
-        yield f"ACCUMULATION_STEPS = {config[ACCUMULATION]}  # micro batches of an optimizer step"
+        each = " of each process" if self.together else ""
+        yield f"BATCH_SIZE = {config[BATCH_SIZE]}  # samples of a micro batch{each}"
+        yield f"ACCUMULATION_STEPS = {config[ACCUMULATION]}  # micro batches of an optimizer step{each}"
         yield f"NUM_STEPS = {_NUM_STEPS}"
-        yield f'DEVICE = torch.device("{self.result.subject.device}")'
-        if not self.result.subject.device.startswith("cpu"):
+        device = self.result.subject.device
+        kind = device.partition(":")[0]
+        one_each = self.together and kind != "cpu"
+        yield (
+            f'DEVICE = torch.device("{kind}", int(os.environ["LOCAL_RANK"]))'
+            if one_each
+            else (f'DEVICE = torch.device("{device}")')
+        )
+        if kind != "cpu":
             yield "torch.cuda.set_device(DEVICE)"
+        if self.together:
+            yield _WORLD.format(backend=capabilities_of(kind).collectives, number=self.num_processes).strip("\n")
         yield from self.said[At.PROCESS]
 
     def _model(self) -> Iterator[str]:
@@ -223,6 +289,9 @@ class _Script:
         if "PreTrainedModel" in self.parts:
             yield "switch_off_caches(model)"
         yield from self.said[At.MODEL]
+        if self.together:
+            yield "start_equal(model)"
+            yield from self._spread()
         if "train_step" in self.parts and "configure_optimizers" in self.parts:
             yield "optimizer = configure_optimizers(model)"
         elif "configure_optimizers" in self.parts:
@@ -230,22 +299,50 @@ class _Script:
         else:
             yield "optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)"
         yield from self.said[At.OPTIMIZER]
+        yield from (f"optimizer = {changed}" for changed in self.said[At.OPTIMIZERS])
         yield from (f"scaler = {scaler}" for scaler in self.said[At.SCALER])
+        if self.together and "train_dataset" not in self.parts:
+            yield _OWN_SEED
+
+    def _spread(self) -> Iterator[str]:
+        """What runs the model with its collectives."""
+        options = [*self.said[At.SPREAD]]
+        sharded = any(option.startswith("blocks=") for option in options)
+        if not sharded and self.result.places.get("parallel", {}).get("find_unused_parameters"):
+            options.append("find_unused_parameters=True")
+        yield f"spread = {'shards' if sharded else 'copies'}("
+        yield indent(",\n".join(("model", *options)), "    ") + ","
+        yield ")"
 
     def _data(self) -> Iterator[str]:
         """`steps`, which yields what each `step` takes."""
         batches = "batches = ((make_batch(BATCH_SIZE), BATCH_SIZE) for _ in itertools.count())"
         if "train_dataset" in self.parts:
             options = self.said[At.LOADER]
-            if not any(option.startswith("sampler=") for option in options):
+            shared = ""
+            if self.together:
+                shared, options = self._shared(options)
+            elif not any(option.startswith("sampler=") for option in options):
                 options = ["shuffle=not isinstance(dataset, torch.utils.data.IterableDataset)", *options]
             collate = "collate_fn" if "collate_fn" in self.parts else "torch.utils.data.default_collate"
-            yield _LOADER.format(collate=collate, options="".join(f"    {option},\n" for option in options)).rstrip(
-                "\n"
-            )
+            said = "".join(f"    {option},\n" for option in options)
+            yield _LOADER.format(collate=collate, shared=shared, options=said).rstrip("\n")
             batches = "batches = iter(loader)"
         streams = [batches, *(f"batches = {stream}" for stream in self.said[At.BATCHES])]
         yield _STEPS.format(streams=indent("\n".join(streams), "    ")).rstrip("\n")
+
+    def _shared(self, options: list[str]) -> tuple[str, list[str]]:
+        """Lines before the loader, and its options, by which each process reads samples of its own."""
+        seed = f"{_OWN_SEED}\n(seed, *_) = gather(int(torch.randint(2**31, ())))\n"
+        if "IterableDataset" in self.parts:
+            return f"{seed}dataset = StreamShare(dataset, WORLD_SIZE, RANK, seed)\n", options
+        order = [option.removeprefix("sampler=") for option in options if option.startswith("sampler=")]
+        shared = (
+            f"OrderShare({order[0]}, WORLD_SIZE, RANK, BATCH_SIZE, seed)"
+            if order
+            else "torch.utils.data.DistributedSampler(dataset, seed=seed)"
+        )
+        return seed, [f"sampler={shared}", *(option for option in options if not option.startswith("sampler="))]
 
     def _step(self) -> Iterator[str]:
         """`step`."""
@@ -255,24 +352,33 @@ class _Script:
             body = ["((batch, _),) = micro_batches", *self._ready(), *self._within(At.FORWARD, [_WHOLE_STEP])]
             yield _def_step("Returns what `train_step` returns.", self._within(At.STEP, body))
             return
-        if self.accumulates and not {"training_step", "loss_weight"} & self.parts:
+        if self.weighs and not {"training_step", "loss_weight"} & self.parts:
             yield _NUM_TERMS.rstrip("\n")
-        micro = [*self._ready(), *self._within(At.FORWARD, ["loss = training_step(model, batch)"])]
-        scaled = "scaler.scale({}).backward()" if self.said[At.SCALER] else "{}.backward()"
-        if self.accumulates:
+        loss = "spread.run(training_step, batch)" if self.together else "training_step(model, batch)"
+        micro = [*self._ready(), *self._within(At.FORWARD, [f"loss = {loss}"])]
+        backward = "scaler.scale(loss).backward()" if self.said[At.SCALER] else "loss.backward()"
+        weights = f"[{self._weight()} for batch, num_samples in micro_batches]"
+        result = "mean_loss"
+        if self.together:
+            body = _TOGETHER.format(
+                weights=weights, micro=indent("\n".join(micro), " " * 8).strip(), backward=backward
+            ).splitlines()
+            result = "sum_over(mean_loss / WORLD_SIZE).to(loss.dtype)"
+            told = "Micro batches weigh what they have in the mean over all processes. Returns that mean loss."
+        elif self.accumulates:
             taken = ["if share == 0:  # no label of it counts", "    continue", *micro, "loss = loss * share"]
-            taken += [scaled.format("loss"), "mean_loss = mean_loss + loss.detach()"]
+            taken += [backward, "mean_loss = mean_loss + loss.detach()"]
             body = [
-                f"shares = shares_of([{self._weight()} for batch, num_samples in micro_batches])",
+                f"shares = shares_of({weights})",
                 "mean_loss = torch.zeros((), device=DEVICE)",
                 "for (batch, _), share in zip(micro_batches, shares, strict=True):",
                 *(f"    {line}" for line in taken),
             ]
             told = "Micro batches weigh what they have in the mean over the whole batch. Returns that mean loss."
         else:
-            body = ["((batch, _),) = micro_batches", *micro, scaled.format("loss"), "mean_loss = loss.detach()"]
+            body = ["((batch, _),) = micro_batches", *micro, backward, "mean_loss = loss.detach()"]
             told = "Returns the mean loss."
-        yield _def_step(told, [*self._within(At.STEP, body), *self._update(), "return mean_loss"])
+        yield _def_step(told, [*self._within(At.STEP, body), *self._update(), f"return {result}"])
 
     def _ready(self) -> list[str]:
         return ["batch = to_device(batch, DEVICE)", *self.said[At.BATCH]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching
 from autotune.records.result import Result
-from autotune.techniques.frameworks import TRANSFORMERS
+from autotune.techniques.frameworks import TRANSFORMERS, merge
 
 
 class Transformers(Exporter):
@@ -19,4 +19,9 @@ class Transformers(Exporter):
         """One group of arguments for each key."""
         said, unsaid = arguments(result, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
         device = {"use_cpu": True} if result.subject.device.startswith("cpu") else {}
-        return Export(json.dumps({**said[TRANSFORMERS], **device}, indent=2), unsaid)
+        places, found = result.places.get("parallel", {}), said[TRANSFORMERS]
+        if result.subject.num_processes > 1:
+            device["ddp_find_unused_parameters"] = bool(places.get("find_unused_parameters"))
+        if "fsdp" in found and places.get("classes"):
+            found = merge(found, {"fsdp_config": {"transformer_layer_cls_to_wrap": places["classes"]}})
+        return Export(json.dumps({**found, **device}, indent=2), {**unsaid, **launching(result)})

@@ -81,6 +81,7 @@ def gather_facts(task: Task) -> TaskFacts:
             *(name for name in (*SIGNATURES, *CONSTANTS) if getattr(task, name.lower()) is not None),
             *(["LightningModule"] if adapters.is_lightning(model) else []),
             *(["PreTrainedModel"] if any(map(adapters.is_pretrained, model.modules())) else []),
+            *(["IterableDataset"] if samples.is_stream(dataset) else []),
         ),
         warnings=tuple(warnings),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor
+from autotune.techniques.frameworks import At, Lines, Option, words
 from autotune.techniques.spread_option import SpreadOption
 
 
@@ -21,6 +22,12 @@ class BucketMb(SpreadOption):
     ordered = True
     of_shards = False
     expected = Expectation(launch=Factor(spread=1.1), compute=Factor(spread=1.05))
+    frameworks = words(
+        transformers=Option("ddp_bucket_cap_mb", off),
+        lightning=Option("strategy.bucket_cap_mb", off),
+        accelerate=Option("kwargs_handlers.bucket_cap_mb", off),
+        torch=Lines({At.SPREAD: "bucket_cap_mb={choice}"}),
+    )
 
     def label(self, choice: Choice) -> str:
         return f"buckets of {choice} MiB"

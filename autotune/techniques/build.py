@@ -101,7 +101,8 @@ class Build:
         batch_streams: applied in order to the stream of micro batches that the data loader yields.
         one_micro_batch: why a step can take only one micro batch; empty where it can take several.
         unrepeatable: why a step that ran out of memory cannot be taken again; empty where it can.
-        places: technique -> what it found in the model to act on: names of modules by their role.
+        places: technique -> what it found in the model to act on: names of modules by their role; of `parallel` also what
+            frameworks want to know: the classes of these modules, or whether the loss leaves parameters out.
         ddp_options: keyword arguments for `DistributedDataParallel`, where copies of the model are spread.
         fsdp_options: the same for `fully_shard`.
         spread: how the model is spread over the processes of a world; None in a world of one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Switch
+from autotune.techniques.frameworks import At, Lines, Option, words
 from autotune.techniques.spread_option import SpreadOption
 
 
@@ -17,6 +18,11 @@ class DdpBucketView(SpreadOption, Switch):
     likely = (True,)
     leanest = (True,)
     expected = Expectation(update=Factor(typical=0.97, spread=1.1), state=Factor(typical=0.8, spread=1.15))
+    frameworks = words(
+        lightning=Option("strategy.gradient_as_bucket_view", False),
+        accelerate=Option("kwargs_handlers.gradient_as_bucket_view", False),
+        torch=Lines({At.SPREAD: "gradient_as_bucket_view={choice}"}),
+    )
 
     def apply(self, build: Build, choice: Choice) -> None:
         build.ddp_options["gradient_as_bucket_view"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Setting, Switch
+from autotune.techniques.frameworks import At, Lines, Option, words
 from autotune.techniques.spread_option import SpreadOption
 
 
@@ -15,6 +16,12 @@ class DdpStaticGraph(SpreadOption, Switch):
     applies = "if included: several devices, copies of a model whose loss uses the same parameters in every step"
     of_shards = False
     expected = Expectation(launch=Factor(typical=0.98, spread=1.05))
+    frameworks = words(
+        transformers=Option("ddp_static_graph", False),
+        lightning=Option("strategy.static_graph", False),
+        accelerate=Option("kwargs_handlers.static_graph", False),
+        torch=Lines({At.SPREAD: "static_graph={choice}"}),
+    )
 
     def why_optional(self, setting: Setting) -> str:
         return "whether each step uses the same parameters is not known from a few of them"

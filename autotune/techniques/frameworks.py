@@ -3,8 +3,9 @@
 The names of the frameworks, which are the keys of `Technique.frameworks`:
 
 - `transformers`: arguments of `transformers.TrainingArguments`
-- `lightning`: arguments of `lightning.Trainer`
-- `accelerate`: arguments of `accelerate.Accelerator`
+- `lightning`: arguments of `lightning.Trainer`; `strategy` is a mapping of those of `DDPStrategy`
+- `accelerate`: arguments of `accelerate.Accelerator`; `fsdp_plugin` and `kwargs_handlers` are mappings of those of
+  `FullyShardedDataParallelPlugin` and `DistributedDataParallelKwargs`
 - `deepspeed`: sections of a `ds_config.json`
 - `dataloader`: arguments of `torch.utils.data.DataLoader`, which Lightning and Accelerate leave to the user
 - `loop`: a training loop that stays as it is: no words, but what can be switched on in its model and its optimizer
@@ -35,7 +36,9 @@ class At(StrEnum):
     PROCESS = "process"  # before the model is built
     BUILD = "build"  # an argument of `build_model`
     MODEL = "model"  # the model is on its device
+    SPREAD = "spread"  # arguments of what spreads the model over `WORLD_SIZE` processes
     OPTIMIZER = "optimizer"  # it is made, and has no state
+    OPTIMIZERS = "optimizers"  # an optimizer in the place of `optimizer`, once that is set up
     LOADER = "loader"  # arguments of the data loader
     BATCHES = "batches"  # an iterator in the place of `batches`, the loader's
     STEP = "step"  # a context around an optimizer step
@@ -81,7 +84,7 @@ class Table(Words):
         most_first = sorted(self.arguments.items(), key=lambda item: -len(item[1]))
         aliases = [(choice, {name: value}) for (name, value), choice in (self.aliases or {}).items()]
         for choice, said in (*most_first, *aliases):
-            if all(name in arguments and arguments[name] == value for name, value in said.items()):
+            if merge(arguments, said) == dict(arguments):
                 return choice
         return None
 
@@ -107,6 +110,29 @@ class Argument(Words):
 
 
 @dataclass(frozen=True)
+class Option(Words):
+    """One argument takes the choice as it is. Nothing is said of what the framework does without it.
+
+    Attributes:
+        name: the argument, or `group.name` for one in an argument that is a mapping.
+        default: the choice that the framework makes without it.
+    """
+
+    name: str
+    default: Choice
+
+    def write(self, choice: Choice) -> dict[str, Any] | None:
+        group, _, name = self.name.rpartition(".")
+        said = {name: choice}
+        return None if choice == self.default else {group: said} if group else said
+
+    def read(self, arguments: Mapping[str, Any]) -> Choice | None:
+        group, _, name = self.name.rpartition(".")
+        value: Choice | None = ((arguments.get(group) or {}) if group else arguments).get(name)
+        return value
+
+
+@dataclass(frozen=True)
 class Unsaid(Words):
     """Nothing has to be said: `apply` does it all to the model, the optimizer or the process.
 
@@ -125,7 +151,7 @@ class Lines(Words):
     """Each choice is the same lines of plain torch, which are not read back.
 
     What they name is brought along by name from the technique's own file, with what it needs in turn. `{choice}` stands for
-    the choice, `{places}` for what the technique wrote into `Build.places`, as keyword arguments.
+    the choice, `{places}` for what the technique wrote into `Build.places`, as keyword arguments, `{modules}` for the modules in it.
 
     Attributes:
         lines: place in the script -> lines, an expression where the place takes one.
@@ -136,6 +162,12 @@ class Lines(Words):
     def write(self, choice: Choice) -> dict[str, Any] | None:
         literal = json.dumps(choice) if isinstance(choice, str) else repr(choice)
         return {place: text.replace("{choice}", literal) for place, text in self.lines.items()}
+
+
+def merge(said: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments and further ones, which win. Arguments that are mappings are merged likewise."""
+    both = (name for name in more if isinstance(more[name], Mapping) and isinstance(said.get(name), Mapping))
+    return {**said, **more, **{name: merge(said[name], more[name]) for name in both}}
 
 
 # The batch size of evaluation, which is no key of a config.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config, divisors
 from autotune.techniques import Build, Expectation, Factor, Setting, UnsupportedError
 from autotune.techniques.block_chains import blocks_of
+from autotune.techniques.frameworks import ACCELERATE, TORCH, At, Table, merge, words
 from autotune.techniques.spread_option import SpreadTechnique
 
 if TYPE_CHECKING:
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 
 _HYBRID = re.compile(r"hsdp:([1-9]\d*)")
 DDP, ZERO1, FSDP, FSDP_GRAD = "ddp", "zero1", "fsdp", "fsdp_grad"
+# as Accelerate calls the processes that share parameters out, and how many they are
+_GROUPS, _SIZE = "parallelism_config", "dp_shard_size"
+_SHARDS = """
+blocks=[model.get_submodule(name) for name in {{modules}}],
+mesh=mesh_over(DEVICE.type, WORLD_SIZE, {number}),
+reshard={reshard}
+""".strip()
 
 
 class Parallel(SpreadTechnique):
@@ -37,6 +45,33 @@ class Parallel(SpreadTechnique):
     order = 50  # after the options of DDP
     leanest = (FSDP, FSDP_GRAD, ZERO1)
     check_steps = 3
+    frameworks = words(
+        transformers=Table(
+            {
+                FSDP: {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}},
+                FSDP_GRAD: {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": False}},
+            }
+        ),
+        accelerate=Table(
+            {
+                FSDP: {"fsdp_plugin": {"fsdp_version": 2, "reshard_after_forward": True}},
+                FSDP_GRAD: {"fsdp_plugin": {"fsdp_version": 2, "reshard_after_forward": False}},
+            }
+        ),
+        deepspeed=Table(
+            {
+                choice: {"zero_optimization": {"stage": stage}}
+                for stage, choice in enumerate((ZERO1, FSDP_GRAD, FSDP), 1)
+            }
+        ),
+        torch=Table(
+            {
+                ZERO1: {At.OPTIMIZERS: "shard_state(optimizer)"},
+                FSDP: {At.SPREAD: _SHARDS.format(number="WORLD_SIZE", reshard=True)},
+                FSDP_GRAD: {At.SPREAD: _SHARDS.format(number="WORLD_SIZE", reshard=False)},
+            }
+        ),
+    )
 
     def validate(self, choice: Any) -> Choice:
         if isinstance(choice, str) and (choice in (DDP, ZERO1, FSDP, FSDP_GRAD) or _HYBRID.fullmatch(choice)):
@@ -45,6 +80,23 @@ class Parallel(SpreadTechnique):
 
     def label(self, choice: Choice) -> str:
         return str(choice)
+
+    def write(
+        self, framework: str, choice: Choice, choices: Sequence[Choice] = (), *, optimizer: str = ""
+    ) -> dict[str, Any] | None:
+        """What is said of `hsdp:N` is what is said of `fsdp`, with N."""
+        hybrid = _HYBRID.fullmatch(str(choice))
+        if hybrid is None:
+            return super().write(framework, choice, choices, optimizer=optimizer)
+        if framework == TORCH:
+            return {At.SPREAD: _SHARDS.format(number=hybrid[1], reshard=True)}
+        sharded = self.write(ACCELERATE, FSDP) or {}
+        return merge(sharded, {_GROUPS: {_SIZE: int(hybrid[1])}}) if framework == ACCELERATE else None
+
+    def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
+        found = super().read(framework, arguments, choices)
+        size = arguments.get(_GROUPS, {}).get(_SIZE) if framework == ACCELERATE else None
+        return f"hsdp:{size}" if found == FSDP and size else found
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Adam's state is half of a parameter's 16 bytes; all of them are shared out by FSDP, and gathered again over the wire."""
@@ -68,25 +120,23 @@ class Parallel(SpreadTechnique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         if choice == ZERO1:
-            build.optimizers.append(shard_state)
+            build.optimizers.append(_shard_state_of)
             return
         from torch._subclasses.fake_tensor import unset_fake_temporarily
-        from torch.distributed.device_mesh import init_device_mesh
 
-        from autotune.techniques.tensors.spread import shards
+        from autotune.techniques.tensors.spread import mesh_over, shards
 
-        sizes: tuple[int, ...] = (build.world.size,)
+        size = number = build.world.size
         if hybrid := _HYBRID.fullmatch(str(choice)):
             number = int(hybrid[1])
-            if build.world.size % number:
-                raise UnsupportedError(f"parallel={choice}: {build.world.size} processes make no groups of {number}")
-            sizes = (build.world.size // number, number)
-        names = ("replicate", "shard")[-len(sizes) :]
+            if size % number:
+                raise UnsupportedError(f"parallel={choice}: {size} processes make no groups of {number}")
         with unset_fake_temporarily():  # of a trace: a mesh reads the values of its tensor
-            mesh = init_device_mesh(build.device.torch_device.type, sizes, mesh_dim_names=names)
-        build.spread = shards(
-            build, _blocks(build.task, build.model), mesh=mesh, reshard=choice != FSDP_GRAD, **build.fsdp_options
-        )
+            mesh = mesh_over(build.device.torch_device.type, size, number)
+        blocks = _blocks(build.task, build.model)
+        classes = sorted({type(block).__name__ for block in blocks})  # by which frameworks know blocks
+        build.acting_on(self.name, blocks)["classes"] = classes
+        build.spread = shards(build.model, blocks, mesh=mesh, reshard=choice != FSDP_GRAD, **build.fsdp_options)
 
 
 def _blocks(task: Task, model: torch.nn.Module) -> Sequence[torch.nn.Module]:
@@ -104,16 +154,16 @@ def _uses(module: torch.nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The same optimizer with its state sharded over the processes: each updates whole parameters, and sends them to the others.
-
-    Raises:
-        UnsupportedError: it cannot be made anew from its class and its groups.
-    """
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
+def _shard_state_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if reason := _why_not_sharded(optimizer):
         raise UnsupportedError(f"parallel={ZERO1}: {reason}")
+    return shard_state(optimizer)
+
+
+def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer, made anew, with its state sharded over the processes: each updates whole parameters and sends them round."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     kind = type(optimizer)
     known = inspect.signature(kind).parameters
     groups = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
 from autotune.records.device import BF16, FP32
 from autotune.techniques import Build, Expectation, Factor
+from autotune.techniques.frameworks import At, Table, words
 from autotune.techniques.spread_option import SpreadOption
 
 
@@ -27,6 +29,14 @@ class ShardDtype(SpreadOption):
     of_shards = True
     likely = ("bf16",)
     expected = Expectation(compute=Factor(typical=0.8, spread=1.5), activations=Factor(typical=0.7, spread=1.3))
+    frameworks = words(
+        # these two give FSDP their own precision
+        transformers=Table({"bf16": {"fsdp": True, "bf16": True}}),
+        accelerate=Table({"bf16": {"fsdp_plugin": {"fsdp_version": 2}, "mixed_precision": "bf16"}}),
+        torch=Table(
+            {"bf16": {At.SPREAD: "mp_policy=in_bf16()", At.FORWARD: "torch.autocast(DEVICE.type, torch.bfloat16)"}}
+        ),
+    )
 
     def label(self, choice: Choice) -> str:
         return f"shards in {choice}"
@@ -40,9 +50,12 @@ class ShardDtype(SpreadOption):
         return BF16 if choice == "bf16" else FP32
 
     def apply(self, build: Build, choice: Choice) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        build.fsdp_options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
-        )
+        build.fsdp_options["mp_policy"] = in_bf16()
         build.forward_contexts.append(partial(torch.autocast, build.device.torch_device.type, torch.bfloat16))
+
+
+def in_bf16() -> Any:
+    """FSDP2's policy that gathers parameters, and adds up gradients, in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Setting, Switch
+from autotune.techniques.frameworks import At, Lines, Option, words
 from autotune.techniques.spread_option import SpreadOption
 
 
@@ -21,6 +24,11 @@ class ShardOffload(SpreadOption, Switch):
         update=Factor(typical=5.0, spread=3.0),
         state=Factor(typical=0.3, spread=1.5),
     )
+    frameworks = words(
+        transformers=Option("fsdp_config.cpu_offload", False),
+        accelerate=Option("fsdp_plugin.cpu_offload", False),
+        torch=Lines({At.SPREAD: 'offload_policy=on_host(pinned=DEVICE.type != "cpu")'}),
+    )
 
     def why_not(self, setting: Setting) -> str:
         on_host = "" if setting.device.capabilities.own_memory else "on a CPU the host's memory is the device's"
@@ -30,6 +38,11 @@ class ShardOffload(SpreadOption, Switch):
         return "copies over the bus and an update on the host are far slower"
 
     def apply(self, build: Build, choice: Choice) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy
+        build.fsdp_options["offload_policy"] = on_host(pinned=build.device.capabilities.page_locked)
 
-        build.fsdp_options["offload_policy"] = CPUOffloadPolicy(pin_memory=build.device.capabilities.page_locked)
+
+def on_host(*, pinned: bool) -> Any:
+    """FSDP2's policy that keeps shards in host memory, page-locked or not."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return CPUOffloadPolicy(pin_memory=pinned)

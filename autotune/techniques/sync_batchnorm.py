@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Setting, Switch
+from autotune.techniques.frameworks import At, Lines, Option, words
 from autotune.techniques.spread_option import SpreadTechnique
 
 
@@ -16,6 +17,10 @@ class SyncBatchnorm(SpreadTechnique, Switch):
     applies = "if included: several GPUs, a model with BatchNorm"
     changes_learning = True
     expected = Expectation(launch=Factor(typical=1.2, spread=1.3))
+    frameworks = words(
+        lightning=Option("sync_batchnorm", False),
+        torch=Lines({At.MODEL: "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"}),
+    )
 
     def why_not(self, setting: Setting) -> str:
         if not any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in setting.model.modules()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from autotune import plugins
 from autotune.cli import main
 from autotune.errors import ConfigError
 from autotune.export import Export, Exporter, export, exporters
-from autotune.records.config import Choice
+from autotune.records.config import Choice, World
 from autotune.records.measured import Evaluation
 from autotune.records.result import Result
+from autotune.techniques import find_techniques
 from tests.report.sample_study import answer, but, write_study
 
 RESULT = answer("sqlite:///gpt.db")
@@ -139,6 +141,88 @@ def test_an_optimizer_of_another_class_is_not_called_adamw() -> None:
     exported = export(but(RESULT, optimizer="SGD"), "transformers")
     assert "optim" not in json.loads(exported.text)
     assert exported.unsaid == {"optimizer_impl": "fused: `TrainingArguments` has no argument for it"}
+
+
+PLACES = {"parallel": {"modules": ["h.0", "h.1"], "classes": ["Block"]}}
+
+
+def of_world(device: str = "cuda:0", size: int = 2, places: dict[str, Any] = PLACES, **choices: Choice) -> Result:
+    """An answer of several processes in fp32."""
+    config = find_techniques().complete({"batch_size": 4, **choices}, world=World(size=size))
+    return but(RESULT, config=config.as_dict(), device=device, num_processes=size, places=places)
+
+
+def test_how_many_processes_train_is_said_or_listed() -> None:
+    result = of_world(accumulation_steps=3)
+    assert json.loads(export(result, "deepspeed").text)["train_batch_size"] == 4 * 3 * 2
+    assert "num_processes: 2" in export(result, "accelerate").text
+    assert json.loads(export(result, "lightning").text)["trainer"]["devices"] == 2
+    assert "AUTOTUNE_NUM_PROCESSES=2" in export(result, "env").text
+    for name in ("transformers", "deepspeed", "json", "yaml"):
+        assert export(result, name).unsaid["num_processes"] == (
+            "2: start the script with `torchrun --nproc-per-node 2`"
+        )
+        assert "num_processes" not in export(RESULT, name).unsaid
+
+
+def test_options_of_ddp_are_said_or_listed() -> None:
+    unused = {"parallel": {"find_unused_parameters": True}}
+    result = of_world(bucket_mb=5, ddp_bucket_view=True, places=unused)
+    strategy = json.loads(export(result, "lightning").text)["trainer"]["strategy"]
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 5, "gradient_as_bucket_view": True}
+    assert strategy == {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": options}
+    said = ", ".join(f"{name}={value}" for name, value in options.items())
+    assert f"kwargs_handlers=[DistributedDataParallelKwargs({said})]" in export(result, "accelerate").text
+    arguments = json.loads(export(result, "transformers").text)
+    assert (arguments["ddp_bucket_cap_mb"], arguments["ddp_find_unused_parameters"]) == (5, True)
+    assert export(result, "transformers").unsaid.keys() == {"ddp_bucket_view", "num_processes"}
+    assert export(result, "deepspeed").unsaid.keys() == {"bucket_mb", "ddp_bucket_view", "num_processes"}
+    assert json.loads(export(of_world(), "lightning").text)["trainer"]["strategy"] == "ddp"
+
+
+def test_shards_are_said_by_their_blocks_on_gpus() -> None:
+    result = of_world(parallel="fsdp_grad", shard_dtype="bf16", shard_offload=True)
+    arguments = json.loads(export(result, "transformers").text)
+    assert arguments["fsdp"] and arguments["bf16"]
+    assert arguments["fsdp_config"] == {
+        "version": 2,
+        "reshard_after_forward": False,
+        "cpu_offload": True,
+        "transformer_layer_cls_to_wrap": ["Block"],
+    }
+    file = export(of_world(size=4, parallel="hsdp:2"), "accelerate").text
+    assert 'distributed_type: "FSDP"' in file and '"fsdp_transformer_layer_cls_to_wrap": "Block"' in file
+    assert '{"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}' in file
+    said = json.loads(export(result, "lightning").text)
+    lines = "\n".join(said["configure_model"])
+    assert said["trainer"]["precision"] == "bf16-mixed" and ast.parse(lines)
+    assert all(part in lines for part in ('["h.0", "h.1"]', "reshard=False", "mp_policy=in_bf16()", "on_host(pinned="))
+    assert export(result, "transformers").unsaid.keys() == {"num_processes"} and not export(result, "lightning").unsaid
+
+
+def test_shards_that_a_framework_does_not_make_are_listed() -> None:
+    on_cpu = of_world("cpu", parallel="fsdp", shard_dtype="bf16")
+    for name in ("transformers", "accelerate"):
+        exported = export(on_cpu, name)
+        assert "fsdp_" not in exported.text.replace("ddp_find", "")
+        assert "on GPUs alone, and trains copies of the model on a CPU" in exported.unsaid["parallel"]
+        assert "shard_dtype" in exported.unsaid and "shards travel in it" not in str(exported.unsaid)
+        assert "zero1: " in export(of_world(parallel="zero1"), name).unsaid["parallel"]
+        assert "shards travel in it" in export(of_world(parallel="fsdp", amp="bf16"), name).unsaid["amp"]
+    assert "hsdp:2: " in export(of_world(size=4, parallel="hsdp:2"), "deepspeed").unsaid["parallel"]
+    assert export(on_cpu, "deepspeed").unsaid.keys() == {"shard_dtype", "num_processes"}
+
+
+def test_what_accelerate_is_told_of_several_processes_it_knows(tmp_path: Path) -> None:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    (tmp_path / "config.yaml").write_text(
+        export(of_world(size=4, parallel="hsdp:2", shard_offload=True), "accelerate").text
+    )
+    given = launch.launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.yaml"), "train.py"])
+    read, *_ = launch._validate_launch_command(given)
+    assert (read.use_fsdp, read.fsdp_version, read.num_processes) == (True, 2, 4)
+    assert (read.fsdp_offload_params, read.fsdp_reshard_after_forward) == (True, True)
+    assert (read.use_parallelism_config, read.parallelism_config_dp_shard_size) == (True, 2)
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 from autotune.export import export
-from autotune.records.config import Choice
+from autotune.records.config import Choice, World
 from autotune.records.result import Result
+from autotune.techniques import find_techniques
+from tests.export import peers_of_two
 from tests.report.sample_study import answer, but
 
 GLOBAL_BATCH = 48
@@ -159,6 +162,78 @@ def test_deepspeed_takes_the_global_batch_and_trains_in_the_precision() -> None:
         engine.step()
     assert engine.global_steps == 960 // GLOBAL_BATCH
     assert net.seen == [(24, torch.bfloat16)] * 40
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def launch(*arguments: str, file: Path) -> dict[str, list[float]]:
+    """What two processes write into the file."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+    assert file.exists() and done.returncode == 0, done.stderr
+    found: dict[str, list[float]] = json.loads(file.read_text())
+    return found
+
+
+def require_losses_of_the_session(found: dict[str, list[float]]) -> None:
+    for name, losses in found.items():
+        of_session = found[f"session:{name.partition(':')[2]}"]
+        assert losses == pytest.approx(of_session, abs=1e-5), name
+        assert len(losses) == peers_of_two.NUM_STEPS and losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("peer", "configs"),
+    [
+        ("torch", ("ddp", "zero1", "fsdp", "fsdp_grad")),
+        ("transformers", ("ddp", "fsdp", "fsdp_grad")),
+        ("lightning", ("ddp", "fsdp", "fsdp_grad")),
+        ("deepspeed", ("ddp", "zero1", "fsdp_grad", "fsdp")),
+    ],
+)
+def test_two_processes_of_a_peer_have_the_sessions_losses(peer: str, configs: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip(peer)
+    runs = [f"{peer}:{config}" for config in configs]
+    file = tmp_path / "found.json"
+    found = launch(*TORCHRUN, "-m", "tests.export.peers_of_two", str(file), *runs, file=file)
+    assert found.keys() >= {*runs}
+    require_losses_of_the_session(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("config", "device"), [("ddp", "cpu"), ("fsdp", "cuda:0")])
+def test_two_processes_that_accelerate_launches_have_the_sessions_losses(
+    config: str, device: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    choices = find_techniques().complete(
+        peers_of_two.CONFIGS[config], global_batch=peers_of_two.GLOBAL_BATCH, world=World(size=2)
+    )
+    result = but(peers_of_two.answer_of(choices.as_dict(), {"parallel": {"classes": ["Block"]}}), device=device)
+    (tmp_path / "config.yaml").write_text(export(result, "accelerate").text)
+    command = ("accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml"))
+    file = tmp_path / "found.json"
+    module = ("--main_process_port", "0", "-m", "tests.export.peers_of_two")
+    require_losses_of_the_session(launch(*command, *module, str(file), f"accelerate:{config}", file=file))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_script_itself(tmp_path: Path) -> None:
+    choices = find_techniques().complete(
+        {**peers_of_two.CONFIGS["ddp"], "batch_size": 2}, global_batch=8, world=World(size=2)
+    )
+    (tmp_path / "train.py").write_text(export(peers_of_two.answer_of(choices.as_dict(), {}), "torch").text)
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = run([sys.executable, "-m", *TORCHRUN, "train.py"], env=environment)
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 1", "step 2"], done.stderr
+    alone = run([sys.executable, "-m", *TORCHRUN[:-1], "1", "train.py"], env=environment)
+    assert "The answer is one for 2 processes: torchrun --nproc-per-node 2" in alone.stderr
 
 
 @pytest.mark.parametrize("name", ["json", "yaml"])

@@ -18,18 +18,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 import autotune
 from autotune.errors import ConfigError
 from autotune.export import Export, export
+from autotune.records.config import World
 from autotune.recovery import RAISE
 from autotune.session import prepare
 from autotune.task import load_task
 from autotune.task.facts import gather_facts
-from autotune.techniques import Phase, find_techniques
 from autotune.techniques import compile as techniques_compile
+from autotune.techniques import find_techniques
 from tests.report.sample_study import answer, but
 from tests.techniques.test_frameworks import CHOICES
+from tests.worlds import Ranks
 
 TECHNIQUES = find_techniques()
 complete = find_techniques().complete
@@ -146,6 +149,31 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
     "gan": [{"batch_size": 4, "amp": "bf16"}],
     "variants": [{"batch_size": 12, "accumulation_steps": 4}, {"batch_size": 48, "variant": "small"}],
 }
+# In a world of two. A step of LINES takes eight samples, and of the stream as many.
+STREAM = (
+    LINES.replace("return [torch", "return Stream(torch").replace("=lengths)]", "=lengths))")
+    + """
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, samples):
+        self.samples = list(samples)
+
+    def __iter__(self):
+        return (self.samples[number] for number in torch.randperm(len(self.samples)))
+"""
+)
+CONFIGS_OF_TWO: dict[str, list[dict[str, Any]]] = {
+    "lines": [
+        {"batch_size": 2, "accumulation_steps": 2, "ddp_bucket_view": True, "bucket_mb": 1},
+        {"batch_size": 4, "ddp_static_graph": True, "optimizer_impl": "foreach", "amp": "bf16"},
+        {"batch_size": 2, "accumulation_steps": 2, "parallel": "zero1", "length_bucketing": True},
+        {"batch_size": 2, "accumulation_steps": 2, "parallel": "fsdp", "checkpoint_segments": 2},
+        {"batch_size": 4, "parallel": "fsdp_grad", "shard_dtype": "bf16"},
+        {"batch_size": 4, "parallel": "hsdp:1", "shard_offload": True},
+    ],
+    "stream": [{"batch_size": 4}],
+}
 # Runs each exported file as the session is run, and keeps what it came to.
 DRIVER = """
 import itertools, runpy, sys
@@ -194,6 +222,52 @@ def trained(model: Path, config: Mapping[str, Any], file: Path) -> Case:
     return Case(exported, losses, session.model.state_dict(), file)
 
 
+def trained_by_two(world: World, model: Path, config: dict[str, Any], file: Path) -> tuple[str, list[str]]:
+    """A script of a world, written by its first rank and run by all: what it cannot say, and where it is not the session."""
+    task = load_task(model)
+    with keep_settings():
+        torch.manual_seed(0)
+        session = prepare(task, config, device="cpu", world=world, on_oom=RAISE)
+        torch.manual_seed(1)
+        losses = [float(session.step(batch)) for batch in islice(session.loader, NUM_STEPS)]
+    exported = export(
+        but(
+            RESULT,
+            config=session.config.as_dict(),
+            num_processes=world.size,
+            model=str(model),
+            parts=gather_facts(task).parts,
+            places=session.places,
+        ),
+        "torch",
+    )
+    if world.rank == 0:
+        file.write_text(exported.text)
+    distributed.barrier()
+    torch.manual_seed(0)
+    script = runpy.run_path(str(file), run_name="exported")
+    torch.manual_seed(1)
+    own = [float(script["step"](batch)) for batch in islice(script["steps"](), NUM_STEPS)]
+    state, found = session.model.state_dict(), script["model"].state_dict()
+    differ = [name for name in state if not torch.equal(local(state[name]), local(found[name]))]
+    return str(dict(exported.unsaid)), differ + [f"{losses} {own}"] * (losses != own or len(own) < NUM_STEPS)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def test_in_a_world_its_ranks_take_the_sessions_steps_to_the_last_bit(tmp_path: Path) -> None:
+    for kind, model in (("lines", LINES), ("stream", STREAM)):
+        (tmp_path / f"{kind}.py").write_text(model)
+    with Ranks(2) as ranks:
+        for kind, configs in CONFIGS_OF_TWO.items():
+            for number, config in enumerate(configs):
+                file = tmp_path / f"{kind}_{number}_exported.py"
+                assert ranks.run(trained_by_two, tmp_path / f"{kind}.py", config, file) == [("{}", [])] * 2, config
+
+
 def run(*arguments: str, cwd: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -237,8 +311,8 @@ def test_it_takes_the_sessions_steps_to_the_last_bit(kind: str, cases: dict[str,
 
 def test_every_technique_that_can_run_here_is_among_them() -> None:
     tried = {name for configs in CONFIGS.values() for config in configs for name in config}
-    several = {name for name, technique in TECHNIQUES.items() if technique.phase is Phase.SPREAD}
-    assert TECHNIQUES.keys() - tried - several == {"expandable_segments", "pin_memory"}
+    tried |= {name for configs in CONFIGS_OF_TWO.values() for config in configs for name in config}
+    assert TECHNIQUES.keys() - tried == {"expandable_segments", "pin_memory", "sync_batchnorm"}
 
 
 def test_it_runs_by_itself_and_imports_no_autotune(cases: dict[str, list[Case]]) -> None:

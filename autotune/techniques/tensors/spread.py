@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from autotune.group import Together
 from autotune.randomness import keep_randomness
@@ -31,22 +32,40 @@ class Around(nn.Module):
         return function(self.model, batch)
 
 
-def copies(build: Build) -> Spread:
-    """A copy of the model in each process, whose gradients are averaged in buckets: `DistributedDataParallel`.
+def start_equal(model: nn.Module) -> None:
+    """Give every process the parameters and buffers of the first."""
+    with torch.no_grad():
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            distributed.broadcast(tensor.detach(), 0)
 
-    Its keyword arguments are `build.ddp_options`. Whether the loss leaves parameters out is found out once: DDP waits for every
-    gradient unless it is told to look for them at each step, which takes time.
+
+def copies_of(build: Build) -> Spread:
+    """A copy of the model in each process; the keyword arguments are `build.ddp_options`.
+
+    Whether the loss leaves parameters out is found out once: DDP waits for every gradient unless it is told to look for them at
+    each step, which takes time.
     """
-    around = Around(build.model)
-    found = _leaves_some_out(build)
+    found = {"find_unused_parameters": _leaves_some_out(build)}
+    build.places["parallel"] = found
+    return copies(build.model, **found, **build.ddp_options)
+
+
+def copies(model: nn.Module, **options: Any) -> Spread:
+    """A copy of the model in each process, whose gradients are averaged in buckets: `DistributedDataParallel`, with its options."""
     # parameters are equal by now: it would send them once more
-    ddp = nn.parallel.DistributedDataParallel(
-        around, find_unused_parameters=found, init_sync=False, **build.ddp_options
-    )
+    ddp = nn.parallel.DistributedDataParallel(Around(model), init_sync=False, **options)
     return Spread(ddp, lambda is_last: nullcontext() if is_last else ddp.no_sync(), gathers=False)
 
 
-def shards(build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: bool, **options: Any) -> Spread:
+def mesh_over(device_type: str, size: int, number: int) -> Any:
+    """The processes in groups of `number` that share parameters out; where there are several, they hold copies of each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = (size,) if number == size else (size // number, number)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+
+
+def shards(model: nn.Module, blocks: Sequence[nn.Module], *, mesh: Any, reshard: bool, **options: Any) -> Spread:
     """A shard of each parameter in each process: FSDP2's `fully_shard` of each block, and of what is left.
 
     Args:
@@ -58,9 +77,9 @@ def shards(build: Build, blocks: Sequence[nn.Module], *, mesh: Any, reshard: boo
     """
     from torch.distributed.fsdp import fully_shard
 
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **options)
-    around: Any = fully_shard(Around(build.model), mesh=mesh, reshard_after_forward=reshard, **options)
+    around: Any = Around(model)
+    for module in (*blocks, around):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **options)
 
     def synchronizing(is_last: bool) -> AbstractContextManager[Any]:
         around.set_requires_gradient_sync(is_last)
