@@ -25,22 +25,19 @@ from autotune.devices.torch_errors import is_out_of_memory
 from autotune.errors import ConfigError, TaskError
 from autotune.export.base import words_of
 from autotune.group import launched_world
-from autotune.integrations.base import name_of, read, search
+from autotune.integrations.base import name_of, read, search, techniques_saying
 from autotune.records.check import Coupling
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, Choice, largest_batch_size
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
-from autotune.techniques.spread_option import shards_parameters
 from autotune.tuning.events import Listener, Listeners
 
 T = TypeVar("T")
-# what shards, as FSDP1 names it and FSDP2 switches it -> choice of `parallel` for the processes of one machine
-_SHARDED: Mapping[Any, Choice] = {
-    "FULL_SHARD": "fsdp", "HYBRID_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp_grad", "_HYBRID_SHARD_ZERO2": "fsdp_grad",
-    True: "fsdp", False: "fsdp_grad",
-}  # fmt: skip
+# strategy of FSDP1, over the processes of one machine -> whether FSDP2 would reshard after the forward pass
+_RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "_HYBRID_SHARD_ZERO2": False}
+_PRECISION = "mixed_precision"
 
 
 class Executable(dict[str, Any]):
@@ -55,9 +52,7 @@ class Executable(dict[str, Any]):
     def accelerator(self) -> dict[str, Any]:
         """Arguments of `Accelerator`: precision, accumulation, compilation. Where it shards, the launcher has given the precision."""
         said = self._said(ACCELERATE)
-        if shards_parameters(self):
-            said.pop("mixed_precision", None)
-        return said
+        return said if _plugin() is None else {name: value for name, value in said.items() if name != _PRECISION}
 
     @property
     def dataloader(self) -> dict[str, Any]:
@@ -148,8 +143,7 @@ def choices_of_accelerator() -> dict[str, Choice]:
             "together by Accelerator(cpu=True)"
         )
     backend = getattr(state.dynamo_plugin, "backend", None)
-    said = {"mixed_precision": state.mixed_precision, "dynamo_backend": backend and backend.value}
-    return _read(said, state.fsdp_plugin if spread == "FSDP" else None)
+    return _read({_PRECISION: state.mixed_precision, "dynamo_backend": backend and backend.value})
 
 
 def device_of_this_process() -> str | None:
@@ -169,13 +163,20 @@ def _state() -> Any:
 
 def choices_of_launcher() -> dict[str, Choice]:
     """What `accelerate launch` hands over to the `Accelerator` of this process."""
-    said = {name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in ("mixed_precision", "dynamo_backend")}
-    shards = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    if not shards or not torch.cuda.is_available():  # on a CPU it trains copies
-        return _read(said)
+    return _read({name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in (_PRECISION, "dynamo_backend")})
+
+
+def _plugin() -> Any:
+    """By which Accelerate shards in this process, or will as the launcher says: its settings of FSDP; None where it does not."""
+    if (state := _state()) is not None:
+        return state.fsdp_plugin if state.distributed_type.value == "FSDP" else None
+    if (
+        os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or not torch.cuda.is_available()
+    ):  # a CPU trains copies
+        return None
     from accelerate import FullyShardedDataParallelPlugin
 
-    return _read(said, FullyShardedDataParallelPlugin())  # as the environment says
+    return FullyShardedDataParallelPlugin()  # as the environment says
 
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:
@@ -190,39 +191,39 @@ def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listen
         Listeners(listeners).warn(text)
         task = replace(task, baseline={**(task.baseline or {}), **found})
         return task, {**options, "fix": {**options.get("fix", {}), **words}}
-    today = {**choices_of_launcher(), **(task.baseline or {})}
-    if "parallel" in today and shards_parameters(today):  # what shards is given the precision
-        options = {**options, "exclude": (*options.get("exclude", ()), "amp")}
-    return replace(task, baseline=today or None), dict(options)
+    if _plugin() is not None:
+        options = {**options, "exclude": (*options.get("exclude", ()), *techniques_saying(ACCELERATE, _PRECISION))}
+    return replace(task, baseline={**choices_of_launcher(), **(task.baseline or {})} or None), dict(options)
 
 
-def _read(said: Mapping[str, str | None], plugin: Any = None) -> dict[str, Choice]:
+def _read(said: Mapping[str, str | None]) -> dict[str, Choice]:
     """The choices that arguments of `Accelerator` make, and its plugin for FSDP."""
-    found = read(ACCELERATE, {name: value.lower() for name, value in said.items() if value})
-    return found if plugin is None else found | choices_of_shards(plugin, str(found.get("amp", "off")))
+    given = {name: value.lower() for name, value in said.items() if value}
+    plugin = _plugin()
+    return read(ACCELERATE, given) if plugin is None else choices_of_shards(plugin, given)
 
 
-def choices_of_shards(plugin: Any, precision: str) -> dict[str, Choice]:
-    """The choices that Accelerate's plugin for FSDP makes, which is given the precision of all: as a choice of `amp`, which is off then.
+def choices_of_shards(plugin: Any, given: Mapping[str, Any]) -> dict[str, Choice]:
+    """The choices that Accelerate's settings of FSDP make beside other arguments, whose precision is that of what is sharded.
 
     Raises:
         TaskError: probes do not shard in this way.
     """
-    strategy = plugin.reshard_after_forward
+    reshards, strategy = plugin.reshard_after_forward, ""
     if plugin.fsdp_version == 1:
-        strategy = (plugin.sharding_strategy or strategy).name
-    if strategy not in _SHARDED or precision == "fp16":
+        strategy = (plugin.sharding_strategy or reshards).name
+        reshards = _RESHARDS.get(strategy)
+    if reshards is None or given.get(_PRECISION) == "fp16":
         raise TaskError(
-            f"the Accelerator's FSDP has the strategy {strategy} and the precision {precision}; expected one that shards, in fp32 or "
+            f"Accelerate trains with FSDP, {strategy} {given.get(_PRECISION)}, which probes do not; expected one that shards, in fp32 or "
             "bf16: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision bf16`, say"
         )
     offload = plugin.cpu_offload
-    return {
-        "amp": "off",
-        "parallel": _SHARDED[strategy],
-        "shard_dtype": "bf16" if precision == "bf16" else "fp32",
-        "shard_offload": getattr(offload, "offload_params", "CPU" in type(offload).__name__),
-    }
+    offloads = getattr(offload, "offload_params", "CPU" in type(offload).__name__)  # of FSDP1, of FSDP2
+    shards = {"fsdp_version": 2, "reshard_after_forward": reshards, "cpu_offload": offloads}
+    spread, found = find_techniques(), read(ACCELERATE, {**given, "fsdp_plugin": shards})
+    found = {name: choice for name, choice in found.items() if name in spread and spread[name].phase is Phase.SPREAD}
+    return {**read(ACCELERATE, {**given, _PRECISION: "no"}), **found}
 
 
 def _halve(config: Executable) -> Executable:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autotune import api
+from autotune.devices import TYPES
 from autotune.errors import ConfigError, TaskError
 from autotune.export.base import arguments
 from autotune.group import launched_world
@@ -95,7 +96,8 @@ def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def name_of(device: torch.device) -> str:
     """The name of a device that a framework trains on: some number the CPU by processes."""
-    return str(device) if device.type != "cpu" else device.type
+    known = TYPES.get(device.type)
+    return device.type if known is not None and not known.capabilities.own_processors else str(device)
 
 
 def read(
@@ -117,6 +119,12 @@ def read(
             whole = technique.recomputation(task, model, technique.off)
             found[name] = None if whole is None else technique.read(framework, given, (technique.off, whole.each))
     return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def techniques_saying(framework: str, argument: str) -> list[str]:
+    """The techniques that say an argument of the framework also where they are off."""
+    techniques = find_techniques().values()
+    return [each.name for each in techniques if argument in (each.write(framework, each.off) or {})]
 
 
 def plain(framework: str) -> dict[str, Any]:
@@ -162,7 +170,8 @@ def search(
 
     def search_on(devices: str) -> Result:
         """Search on the devices of all."""
-        spread = f"parallel={(task.baseline or {}).get('parallel', 'ddp')}"
+        said = [f"{name}={choice}" for name, choice in (task.baseline or {}).items() if name in kept]
+        spread = ", ".join(said) or "copies of it, whose gradients are averaged"
         Listeners(listeners).tell(f"how the model is spread over the processes stays as the script has it: {spread}")
         return _search(task, options if has_own else {"devices": devices, **options}, listeners)
 

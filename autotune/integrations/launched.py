@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import distributed
 
-from autotune.devices import open_device
+from autotune.devices import capabilities_of, open_device
 from autotune.errors import AutotuneError, TaskError, in_one_line
 from autotune.group import WAIT_S, launched_device
 from autotune.records.config import World
@@ -120,14 +120,15 @@ def devices_of(places: Sequence[tuple[str, str]]) -> str:
             "launch the script on one of them first, and give the answer to the script on all"
         )
     names = [name for _, name in places]
-    if names[0] == "cpu":
-        return f"cpu:{len(names)}"
+    kind = names[0].partition(":")[0]
+    if not capabilities_of(kind).own_processors:
+        return f"{kind}:{len(names)}"
     if shared := next((name for name in names if names.count(name) > 1), None):
         raise TaskError(
             f"several processes train on {shared}, as each of them sees it; let every process see all GPUs, and take its own by "
             "LOCAL_RANK"
         )
-    return f"cuda:{','.join(name.removeprefix('cuda:') for name in names)}"
+    return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
 from autotune.group import launched_world
 from autotune.integrations.accelerate import choices_of_shards
-from autotune.integrations.base import LiveModel, name_of, plain, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, name_of, plain, read, search, techniques_saying, words_of_changes
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
@@ -73,7 +73,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
         said_of_others = [technique.name for technique in find_techniques().values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     if trainer.is_fsdp_enabled:  # which is given the precision
-        options["exclude"] = (*options.get("exclude", ()), "amp")
+        options["exclude"] = (*options.get("exclude", ()), *techniques_saying(TRANSFORMERS, "bf16"))
     result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
     return _with_answer(trainer.args, said[TRANSFORMERS])
@@ -105,7 +105,8 @@ def task_of(trainer: Trainer) -> Task:
     baseline = read(TRANSFORMERS, given, task, trainer.model)
     plan = {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
     if trainer.is_fsdp_enabled:
-        baseline |= choices_of_shards(trainer.accelerator.state.fsdp_plugin, str(baseline.get("amp", "off")))
+        state = trainer.accelerator.state
+        baseline |= choices_of_shards(state.fsdp_plugin, {"mixed_precision": state.mixed_precision})
     return replace(task, baseline={**baseline, **plan})
 
 

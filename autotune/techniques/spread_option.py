@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from autotune.records.config import Choice, Config
@@ -12,7 +11,7 @@ from autotune.techniques.build import Setting
 SHARDED = ("fsdp", "hsdp")  # as the choices of `parallel` begin that shard parameters
 
 
-def shards_parameters(config: Mapping[str, Choice]) -> bool:
+def shards_parameters(config: Config) -> bool:
     """Whether a config shards parameters; else each process has a copy of the model."""
     return str(config["parallel"]).startswith(SHARDED)
 
