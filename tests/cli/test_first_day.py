@@ -1,4 +1,4 @@
-"""What goes wrong on the first day says what to do next. What a model file may lack or return: `test_bad_input.py`."""
+"""What goes wrong on the first day says what to do next. What a model file may return: `test_bad_input.py`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ def refused_without_privileges(*arguments: str) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow  # `task/test_loading.py` holds it for the import
 def test_no_model_function(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "model.py").write_text(TINY.replace("def build_model", "def create_model"))
     said = refused(*SEARCH, capsys=capsys)

@@ -75,7 +75,7 @@ def supervisors_of(folder: Path) -> list[str]:
     return found.stdout.split()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_the_first_interrupt_is_acknowledged_and_ends_after_the_running_probe_with_the_best_so_far(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -107,6 +107,7 @@ def test_the_second_interrupt_kills_the_running_probe_and_still_gives_the_best_s
     assert json.loads(out)["config"]["batch_size"] <= 4
 
 
+@pytest.mark.slow  # the test of `kill -9` holds it for a module without threads
 def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_alive(tmp_path: Path) -> None:
     (tmp_path / "kept.py").write_text(TINY.read_text() + THREAD)
     process = begin(tmp_path, "kept.py", "--budget", "30s")
