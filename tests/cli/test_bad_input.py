@@ -46,7 +46,7 @@ def search(folder, text, *options):
     kept = folder.parent / "measured"
     if kept.exists():
         shutil.copytree(kept, folder / MEASURED, dirs_exist_ok=True)
-    done = run(folder, "search", "model.py", "--device", "cpu", "--budget", "5s", *options)
+    done = run(folder, "search", "model.py", "--device", "cpu", "--budget", "1m", *options)
     if (folder / MEASURED).exists():
         shutil.copytree(folder / MEASURED, kept, dirs_exist_ok=True)
     return done

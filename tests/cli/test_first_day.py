@@ -21,7 +21,7 @@ from autotune.study.place import lock_study, place_of
 from autotune.task.source import TaskSource
 
 TINY = (Path(__file__).parent.parent / "models" / "tiny.py").read_text()
-SEARCH = ("search", "model.py", "--device", "cpu", "--budget", "5s")
+SEARCH = ("search", "model.py", "--device", "cpu", "--budget", "1m")
 # root writes anywhere unless it gives this up
 UNPRIVILEGED = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 

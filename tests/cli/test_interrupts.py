@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO
@@ -14,6 +13,7 @@ from typing import IO
 import pytest
 
 import autotune
+from tests.short_play_off import AUTOTUNE
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -35,7 +35,7 @@ def training_step(model, batch):
 
 def begin(folder: Path, model: str, *options: str) -> subprocess.Popen[str]:
     """A search that runs."""
-    command = [sys.executable, "-m", "autotune", "search", model, "--device", "cpu", "--json", *options]
+    command = [*AUTOTUNE, "search", model, "--device", "cpu", "--json", *options]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -59,7 +59,7 @@ def test_after_kill_9_the_same_command_goes_on_and_no_process_is_left(tmp_path: 
         time.sleep(0.1)
     assert not supervisors_of(tmp_path)
     before = len(autotune.load_study(tmp_path / "studies" / "tiny.db").frame())
-    again = begin(tmp_path, "tiny.py", "--budget", "15s", "--trials", "1", "--memory-limit", "2GiB")
+    again = begin(tmp_path, "tiny.py", "--budget", "1m", "--trials", "1", "--memory-limit", "2GiB")
     out, told = again.communicate(timeout=100)
     assert again.returncode == 0, told
     after = autotune.load_study(tmp_path / "studies" / "tiny.db")
