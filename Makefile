@@ -5,6 +5,12 @@ VENV_CUDA ?= .venv-cuda
 TEST_WORKERS ?= 3
 RUN := $(VENV)/bin
 
+# Else each of the tests' thousands of processes would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Where tests with a mark are: to read all others, and the frameworks that they import, takes half a minute of each worker.
+holding = -o "testpaths=$$(grep -rl --include='test_*.py' 'mark\.$(1)' tests | tr '\n' ' ')"
+
 ifndef PYTHON
 # The first of these that runs and is new enough; `make PYTHON=/path/to/python3.12 test` names another.
 PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
@@ -30,12 +36,12 @@ test-all: $(VENV)/.installed-dev  ## all tests, also those that take minutes
 # ONEDNN_MAX_CPU_ISA=AVX2 makes a processor with bf16 arithmetic behave like one that emulates it.
 test-avx2: $(VENV)/.installed-dev  ## the tests that depend on the arithmetic once more, with less of it
 	@if $(RUN)/python -c 'import sys, torch; sys.exit(not torch.ops.mkldnn._is_mkldnn_bf16_supported())'; then \
-		ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m arithmetic $(PYTEST_ARGS); \
+		ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m arithmetic $(call holding,arithmetic) $(PYTEST_ARGS); \
 	else echo "this processor emulates bf16: make test has run these tests so"; fi
 
 test-cuda: $(VENV_CUDA)/.installed  ## the tests of GPUs, with torch's CUDA build over GPUs that the tests play; needs gcc and no GPU
 	OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m tests.driver $(VENV_CUDA)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadgroup \
-		-m "gpu and not slow" $(PYTEST_ARGS)
+		-m "gpu and not slow" $(call holding,gpu) $(PYTEST_ARGS)
 
 test-cuda-compiled: $(VENV_CUDA)/triton  ## the tests of GPUs that compile, with triton, over GPUs that the tests play; minutes
 	PYTHONPATH=$(abspath $<) OMP_NUM_THREADS=1 $(VENV_CUDA)/bin/python -m tests.driver $(VENV_CUDA)/bin/python -m pytest \

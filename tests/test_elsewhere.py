@@ -66,6 +66,7 @@ def run_all(commands: Any, cwd: Path, environment: dict[str, str]) -> list[tuple
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.parametrize("elsewhere", [pytest.param("darwin", marks=pytest.mark.slow), "win32"], indirect=True)
 def test_a_study_is_shown_reported_compared_and_exported(tmp_path: Path, elsewhere: dict[str, str]) -> None:
     write_study(tmp_path / "gpt.db")
     done = run_all(COMMANDS, tmp_path, elsewhere)

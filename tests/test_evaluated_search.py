@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("short_play_off")
 DEEP = Path(__file__).parent / "models" / "deep.py"
 
 
+@pytest.mark.slow  # two searches; `runners/test_evaluate.py` and `tuning/test_rankings.py` hold its parts
 def test_evaluation_takes_larger_batches_than_training_within_the_same_limit_and_is_measured_once(tmp_path):
     limit = limit_bytes(150)
     options = {

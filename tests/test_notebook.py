@@ -51,6 +51,7 @@ def test_it_shows_the_recommended_config_and_its_gain(outputs: list[dict[str, An
     assert any("speed_ratio" in table and "bf16" in table for table in _shown(outputs, "text/html"))
 
 
+@pytest.mark.slow  # another kernel, for two sentences
 def test_a_study_without_a_gain_says_why_there_is_little_to_see(tmp_path: Path) -> None:
     outputs = run(_one_config(tmp_path / "gpt.db"))
     printed = _printed(outputs)
@@ -58,6 +59,7 @@ def test_a_study_without_a_gain_says_why_there_is_little_to_see(tmp_path: Path) 
     assert "Keep what you have" in printed and "There is no effect to show: the answer changes nothing." in printed
 
 
+@pytest.mark.slow  # another kernel, for one sentence
 def test_a_study_without_an_answer_says_why(tmp_path: Path) -> None:
     printed = _printed(run(write_study(tmp_path / "gpt.db", with_result=False)))
     assert "No answer yet" in printed and "There is no effect to show: there is no answer." in printed

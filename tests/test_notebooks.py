@@ -29,6 +29,7 @@ def test_it_is_kept_with_its_outputs_and_names_no_place_of_a_machine(name: str) 
     assert "/tmp" not in outputs and "/home" not in outputs and "Traceback" not in outputs
 
 
+@pytest.mark.slow  # a minute; `test_notebook.py` runs a notebook too
 def test_the_quick_start_finds_a_faster_config_and_trains_with_it() -> None:
     notebook = executed("quick_start")
     assert "Faster: " in shown(notebook, "text/html")

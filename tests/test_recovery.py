@@ -361,6 +361,7 @@ session.step(make_batch(16, 1024))
 """
 
 
+@pytest.mark.slow  # another process; that a loss that couples samples is not cut is held above
 def test_under_a_real_memory_limit_a_contrastive_loss_is_never_cut():
     """Two halves of the long batch would fit, as in the test above, and would be another loss."""
     command = [sys.executable, "-c", CONTRASTIVE_RUN]

@@ -63,6 +63,7 @@ def test_it_shows_the_study_on_this_machine_until_it_is_interrupted(tmp_path: Pa
     assert said.startswith(f"http://127.0.0.1:{port}/ shows sqlite:///{study}; Ctrl-C ends it")
 
 
+@pytest.mark.slow  # between answers it is held above
 def test_an_interrupt_during_an_answer_ends_it(tmp_path: Path) -> None:
     pytest.importorskip("optuna_dashboard")
     port = free_port()

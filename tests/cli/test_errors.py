@@ -137,7 +137,7 @@ def test_an_import_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     shutil.copy(TINY, tmp_path)
     log = tmp_path / "studies" / "tiny.logs" / "import.log"
     log.mkdir(parents=True)
-    done = run("search", "tiny.py", "--device", "cpu", "--budget", "5s", "--json", cwd=tmp_path)
+    done = run("search", "tiny.py", "--device", "cpu", "--budget", "1m", "--json", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert str(log) in json.loads(done.stdout)["error"] and "Is a directory" in done.stderr
     assert "Traceback" not in done.stderr

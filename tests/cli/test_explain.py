@@ -158,6 +158,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_at_once(
     assert f"--picture {picture}" in (told := capsys.readouterr().err) and said in told
 
 
+@pytest.mark.slow  # `test_rankings.py` predicts another training
 def test_another_training_is_explained_by_itself_and_blocks_in_a_block_are_one_row(tmp_path: Path) -> None:
     done = explain(tmp_path, VARIANTS.read_text(), "--config", '{"variant": "small"}', "--json")
     assert done.returncode == 0, done.stderr
@@ -168,6 +169,7 @@ def test_another_training_is_explained_by_itself_and_blocks_in_a_block_are_one_r
     assert "1.0-2, each of 3" in as_text(explanation_sections(found, find_techniques()), 100)
 
 
+@pytest.mark.slow  # a process, for one line
 def test_half_a_batch_is_marked_where_it_trains_something_else(tmp_path: Path) -> None:
     done = explain(tmp_path, NORMALISED)
     assert done.returncode == 0, done.stderr

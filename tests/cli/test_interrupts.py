@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO
@@ -21,6 +20,7 @@ from autotune.cli import main
 from autotune.records.result import Result
 from autotune.tuning.recommend import Interrupted
 from tests.report.sample_study import answer
+from tests.short_play_off import AUTOTUNE
 
 pytestmark = pytest.mark.usefixtures("measured_once")
 
@@ -70,7 +70,7 @@ def training_step(model, batch):
 
 def begin(folder: Path, model: str, *options: str) -> subprocess.Popen[str]:
     """A search that runs."""
-    command = [sys.executable, "-m", "autotune", "search", model, "--device", "cpu", "--json", *options]
+    command = [*AUTOTUNE, "search", model, "--device", "cpu", "--json", *options]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -94,7 +94,7 @@ def test_after_kill_9_the_same_command_goes_on_and_no_process_is_left(tmp_path: 
         time.sleep(0.1)
     assert not supervisors_of(tmp_path)
     before = len(autotune.load_study(tmp_path / "studies" / "tiny.db").frame())
-    again = begin(tmp_path, "tiny.py", "--budget", "15s", "--trials", "1", "--memory-limit", "2GiB")
+    again = begin(tmp_path, "tiny.py", "--budget", "1m", "--trials", "1", "--memory-limit", "2GiB")
     out, told = again.communicate(timeout=100)
     assert again.returncode == 0, told
     after = autotune.load_study(tmp_path / "studies" / "tiny.db")
@@ -110,7 +110,7 @@ def supervisors_of(folder: Path) -> list[str]:
     return found.stdout.split()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_the_first_interrupt_is_acknowledged_and_ends_after_the_running_probe_with_the_best_so_far(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -147,7 +147,7 @@ def test_the_second_interrupt_kills_the_running_probe_and_still_gives_the_best_s
 def test_a_search_of_several_processes_ends_with_all_of_them(tmp_path: Path, times: int) -> None:
     (tmp_path / "net.py").write_text(RANK_HANGS)
     (tmp_path / "tmp").mkdir()
-    command = [sys.executable, "-m", "autotune", "search", "net.py", "--devices", "cpu:2", "--budget", "60s"]
+    command = [*AUTOTUNE, "search", "net.py", "--devices", "cpu:2", "--budget", "60s"]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     searching = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -168,11 +168,11 @@ def test_a_search_of_several_processes_ends_with_all_of_them(tmp_path: Path, tim
     assert not left
     assert searching.returncode == 130
     line = RANK_HANGS.splitlines().index("        time.sleep(3600)") + 1
-    assert (
-        times == 2 or f"; the others waited for rank 1 (net.py, line {line})" in told
-    )  # the probe was given up meanwhile
+    if times == 1:  # the probe was given up meanwhile
+        assert f"; the others waited for rank 1 (net.py, line {line})" in told
 
 
+@pytest.mark.slow  # the test of `kill -9` holds it for a module without threads
 def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_alive(tmp_path: Path) -> None:
     (tmp_path / "kept.py").write_text(TINY.read_text() + THREAD)
     process = begin(tmp_path, "kept.py", "--budget", "30s")

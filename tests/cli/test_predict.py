@@ -72,6 +72,7 @@ def test_a_config_that_does_not_fit_has_its_own_exit_code(tmp_path: Path) -> Non
     assert (found["fits"], found["groups"], found["config"]["outside_bytes"] > 300 * 2**20) == (False, [], True)
 
 
+@pytest.mark.slow  # `test_explain.py` shows the reason
 def test_a_model_that_cannot_be_traced_says_why_and_what_to_do(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(TINY.read_text() + UNTRACEABLE)

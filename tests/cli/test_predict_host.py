@@ -61,7 +61,10 @@ def test_a_model_of_billions_of_parameters_takes_no_memory_of_the_host(tmp_path:
     assert found["config"]["optimizer_bytes"] == pytest.approx(2 * PARAMETER_BYTES, rel=0.001)
 
 
-@pytest.mark.parametrize("gpu", [("--gpu", "80GiB"), ("--device", "cpu", "--memory-limit", "80GiB")])
+@pytest.mark.parametrize(
+    "gpu",
+    [("--gpu", "80GiB"), pytest.param(("--device", "cpu", "--memory-limit", "80GiB"), marks=pytest.mark.slow)],
+)
 def test_what_has_to_be_built_for_real_and_does_not_fit_the_host_is_told_as_the_hosts(
     tmp_path: Path, gpu: tuple[str, ...]
 ) -> None:
@@ -72,6 +75,7 @@ def test_what_has_to_be_built_for_real_and_does_not_fit_the_host_is_told_as_the_
     assert "--memory-limit" not in told and "80.0 GiB" not in told
 
 
+@pytest.mark.slow  # `prediction/test_fakes.py` holds it without a process
 def test_a_model_that_is_built_for_real_is_predicted_and_it_is_said(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     line = "def build_model():\n    assert torch.ones(2**16).sum().item() > 0\n"
@@ -88,6 +92,7 @@ def test_a_model_that_is_built_for_real_is_predicted_and_it_is_said(tmp_path: Pa
     assert "built for real, in the host's memory" in warning and "(model.py, line " in warning
 
 
+@pytest.mark.slow  # a model that the host cannot hold is told by the same words
 def test_a_batch_that_the_host_cannot_hold_is_told_as_the_hosts(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
     model.write_text(
@@ -99,6 +104,7 @@ def test_a_batch_that_the_host_cannot_hold_is_told_as_the_hosts(tmp_path: Path) 
     assert "the host's memory ran out, not the GPU's" in done.stderr and "--memory-limit" not in done.stderr
 
 
+@pytest.mark.slow  # two processes; `prediction/test_trace_job.py` keeps and reads traces
 def test_another_config_in_the_same_folder_is_traced_beside_what_was_kept(tmp_path: Path) -> None:
     for choices in ({}, {"amp": "fp16", "checkpoint_segments": 2}):
         config = json.dumps({"batch_size": 16, **choices})
@@ -125,7 +131,7 @@ def test_the_time_holds_what_the_users_code_does_too(tmp_path: Path) -> None:
     assert not psutil.pid_exists(int((tmp_path / "started").read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_every_process_of_a_prediction(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "model.py").write_text(HANGS)
     running = subprocess.Popen(

@@ -13,6 +13,8 @@ import pytest
 import autotune
 from tests.short_play_off import AUTOTUNE
 
+pytestmark = pytest.mark.timeout(300)
+
 MODEL = Path(__file__).parent.parent / "models" / "variants.py"
 OPTIONS = ("--device", "cpu", "--trials", "2")
 PARAMETERS = {"base": 64 * 128 + 128 + 3 * (128 * 128 + 128) + 1290, "small": 64 * 32 + 32 + 3 * (32 * 32 + 32) + 330}
@@ -20,7 +22,7 @@ PARAMETERS = {"base": 64 * 128 + 128 + 3 * (128 * 128 + 128) + 1290, "small": 64
 
 def run(*arguments: str, cwd: Path) -> str:
     command = [*AUTOTUNE, *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -30,7 +32,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """A search of two architectures, and of the first with its first layer frozen."""
     folder = tmp_path_factory.mktemp("rankings")
     shutil.copy(MODEL, folder)
-    options = (*OPTIONS, "--include", "freeze", "--budget", "30s", "--eval", "--json")
+    options = (*OPTIONS, "--include", "freeze", "--budget", "2m", "--eval", "--json")  # the trials end it
     return folder, json.loads(run("search", "variants.py", *options, cwd=folder))
 
 

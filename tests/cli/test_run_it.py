@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,16 +12,26 @@ import pytest
 import autotune
 from tests.short_play_off import AUTOTUNE
 
-TINY = Path(__file__).parent.parent / "models" / "tiny.py"
+pytestmark = pytest.mark.timeout(300)
+
+TINY = (Path(__file__).parent.parent / "models" / "tiny.py").read_text()
+OF_LENGTH = TINY.replace(
+    "torch.randn(batch_size, 128)", "torch.randn(batch_size, int(os.environ.get('LENGTH', 3)), 128)"
+).replace("nn.Linear(128, 10))", "nn.Linear(128, 10), Mean())")
+OPTIONS = ("--global-batch", "96", "--device", "cpu", "--memory-limit", "3GiB")
 TWICE = """
+import os
 import autotune
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean(1)
 task = autotune.Task(build_model=build_model, make_batch=make_batch, global_batch=GLOBAL_BATCH, baseline=BASELINE)
 """
 
 
 def run(*arguments: str, cwd: Path) -> str:
     command = [*AUTOTUNE, *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=290)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -31,9 +40,9 @@ def run(*arguments: str, cwd: Path) -> str:
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     """A search of a task in a file, of twice its global batch: its folder, what it printed, what `show` printed."""
     folder = tmp_path_factory.mktemp("run-it")
-    (folder / "tiny.py").write_text(TINY.read_text() + TWICE)
-    options = ("--global-batch", "96", "--device", "cpu", "--memory-limit", "3GiB", "--trials", "2", "--budget", "8s")
-    return folder, run("search", "tiny.py:task", *options, cwd=folder), run("show", "studies/tiny.db", cwd=folder)
+    (folder / "tiny.py").write_text(OF_LENGTH + TWICE)
+    printed = run("search", "tiny.py:task", *OPTIONS, "--trials", "2", "--budget", "1m", cwd=folder)
+    return folder, printed, run("show", "studies/tiny.db", cwd=folder)
 
 
 def test_the_printed_lines_prepare_what_was_measured(
@@ -63,26 +72,10 @@ def test_the_printed_command_verifies_what_was_measured(shown: tuple[Path, str, 
 
 
 def test_a_search_that_goes_on_with_other_sizes_from_the_environment_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shown: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(TINY, tmp_path)
-    text = (tmp_path / "tiny.py").read_text()
-    text = text.replace(
-        "torch.randn(batch_size, 128)", "torch.randn(batch_size, int(os.environ.get('LENGTH', 3)), 128)"
-    )
-    text = (
-        text.replace("nn.Linear(128, 10))", "nn.Linear(128, 10), Mean())")
-        + """
-import os
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.mean(1)
-"""
-    )
-    (tmp_path / "tiny.py").write_text(text)
-    run("search", "tiny.py", "--device", "cpu", "--trials", "1", "--budget", "6s", cwd=tmp_path)
     monkeypatch.setenv("LENGTH", "5")
-    command = [*AUTOTUNE, "search", "tiny.py", "--device", "cpu", "--budget", "6s"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    command = [*AUTOTUNE, "search", "tiny.py:task", *OPTIONS, "--budget", "1m"]
+    done = subprocess.run(command, cwd=shown[0], capture_output=True, text=True, timeout=290)
     assert done.returncode == 2
     assert "batch was ['float32 (2, 3, 128)', 'int64 (2,)'] and is ['float32 (2, 5, 128)'" in done.stderr

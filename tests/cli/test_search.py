@@ -15,6 +15,8 @@ from tests.room import limit_bytes
 from tests.short_play_off import AUTOTUNE
 
 MODELS = Path(__file__).parent.parent / "models"
+MEASURED = Path("studies") / ".calibration"
+NAME = "mein größtes Modell 模型"
 FIELDS = {
     "config", "samples_per_s", "samples_per_s_ci", "peak_bytes", "memory_limit_bytes", "baseline", "speedup", "verdict",
     "outcomes", "probes", "wall_s", "first_probe_s", "split_s", "train_s", "storage", "study", "warnings",
@@ -52,9 +54,8 @@ def answered(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def measured(answered, tmp_path):
     """Every other search finds this machine measured, which takes 3 s."""
-    kept = answered[0] / "studies" / ".calibration"
-    if kept.exists():  # what was measured beside other work is not kept
-        shutil.copytree(kept, tmp_path / "studies" / ".calibration")
+    if (kept := answered[0] / MEASURED).exists():  # what was measured beside other work is not kept
+        shutil.copytree(kept, tmp_path / MEASURED)
 
 
 def test_the_json_has_every_field_that_is_promised(answered):
@@ -144,6 +145,7 @@ def test_prepare_runs_exactly_the_config_of_the_answer(answered):
     assert loss.isfinite()
 
 
+@pytest.mark.slow  # the test of `kill -9` goes on with a study too
 def test_the_same_command_goes_on_with_the_study(answered):
     folder, result = answered
     again = search("steady.py", "--budget", "45s", "--trials", "2", cwd=folder)
@@ -187,6 +189,7 @@ def test_a_search_over_a_model_with_every_fault_goes_on_to_a_right_answer(tmp_pa
     assert not processes_with("autotune-orphan")
 
 
+@pytest.mark.slow  # `runners/test_local.py` holds it for a probe
 def test_an_allocation_of_a_pebibyte_that_fails_does_not_end_the_search(tmp_path):
     shutil.copy(MODELS / "far_allocation.py", tmp_path)
     result = search("far_allocation.py", "--budget", "25s", "--trials", "4", "--memory-limit", "2GiB", cwd=tmp_path)
@@ -194,6 +197,7 @@ def test_an_allocation_of_a_pebibyte_that_fails_does_not_end_the_search(tmp_path
     assert result["config"]["batch_size"] < 32
 
 
+@pytest.mark.slow  # `runners/test_local.py` holds it for a probe
 def test_nan_in_fp16_only_is_recorded_and_fp16_is_not_the_answer(tmp_path):
     shutil.copy(MODELS / "faulty.py", tmp_path)
     fixed = ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0", "inplace_activations=false")
@@ -224,12 +228,7 @@ def test_a_study_in_use_is_refused(tmp_path):
     assert "in use" in done.stderr and "--study" in done.stderr
 
 
-def test_a_file_name_with_spaces_and_other_letters_works(tmp_path):
-    shutil.copy(MODELS / "tiny.py", tmp_path / "mein größtes Modell 模型.py")
-    result = search("mein größtes Modell 模型.py", "--budget", "8s", "--trials", "1", cwd=tmp_path)
-    assert result["study"] == "mein größtes Modell 模型"
-
-
+@pytest.mark.slow  # `runners/test_local.py` holds it for a probe
 def test_a_module_that_starts_threads_at_import_is_probed_in_new_interpreters(tmp_path):
     text = (MODELS / "tiny.py").read_text()
     text += "\nimport threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n"
@@ -241,7 +240,12 @@ def test_a_module_that_starts_threads_at_import_is_probed_in_new_interpreters(tm
     assert json.loads(done.stdout)["outcomes"]["ok"]
 
 
-def test_a_leak_is_warned_of_in_bytes_per_step(tmp_path):
+@pytest.fixture(scope="module")
+def of_a_leak(answered, tmp_path_factory):
+    """A search of a model that keeps 4 MiB a step, in a file whose name needs quoting."""
+    folder = tmp_path_factory.mktemp("leak")
+    if (kept := answered[0] / MEASURED).exists():
+        shutil.copytree(kept, folder / MEASURED)
     text = (MODELS / "tiny.py").read_text()
     text += """
 KEPT = []
@@ -250,9 +254,16 @@ def training_step(model, batch):
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 GLOBAL_BATCH = None
 """
-    (tmp_path / "tiny.py").write_text(text)
+    (folder / f"{NAME}.py").write_text(text)
     fix = [
         part for name in ("batch_size=4", "optimizer_impl=default", "checkpoint_segments=0") for part in ("--fix", name)
     ]
-    result = search("tiny.py", "--budget", "12s", "--trials", "1", "--memory-limit", "4GiB", *fix, cwd=tmp_path)
-    assert any("bytes) per optimizer step" in warning for warning in result["warnings"])
+    return search(f"{NAME}.py", "--budget", "60s", "--trials", "1", "--memory-limit", "4GiB", *fix, cwd=folder)
+
+
+def test_a_leak_is_warned_of_in_bytes_per_step(of_a_leak):
+    assert any("bytes) per optimizer step" in warning for warning in of_a_leak["warnings"])
+
+
+def test_a_file_name_with_spaces_and_other_letters_works(of_a_leak):
+    assert of_a_leak["study"] == NAME

@@ -272,7 +272,7 @@ def training_step(model, batch):
 """
 
 
-@pytest.mark.parametrize("what", ["time.sleep(3600)", "os.abort()"])
+@pytest.mark.parametrize("what", [pytest.param("time.sleep(3600)", marks=pytest.mark.slow), "os.abort()"])
 def test_a_task_whose_larger_batches_hang_or_crash_is_inspected_all_the_same(tmp_path: Path, what: str) -> None:
     (tmp_path / "model.py").write_text(HANGS.format(what))
     with LocalRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cpu") as runner:
@@ -308,6 +308,7 @@ def training_step(model, batch):
 """
 
 
+@pytest.mark.slow  # what is above holds it without a process
 def test_the_command_line_probes_nothing_but_the_whole_global_batch(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     asked = ["search", "model.py", "--device", "cpu", "--budget", "30s", "--trials", "3", "--study", "s"]

@@ -150,7 +150,7 @@ def test_checks_hold_for_bf16_and_checkpointing(prober):
 
 def test_a_search_ends_with_a_confirmed_answer(tmp_path):
     done = subprocess.run(
-        [*AUTOTUNE, "search", str(GPT), "--budget", "60s", "--json", "--memory-limit", "80%"],
+        [*AUTOTUNE, "search", str(GPT), "--budget", "60s", "--trials", "4", "--json", "--memory-limit", "80%"],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -159,6 +159,7 @@ def test_a_search_ends_with_a_confirmed_answer(tmp_path):
     assert result["confirmed"] and result["speedup"] >= 1
 
 
+@pytest.mark.slow  # what asks for more is below
 def test_a_module_that_asks_whether_cuda_is_there_can_still_be_forked(tmp_path):
     model = tmp_path / "asks.py"
     model.write_text(gpt_after("import torch\nDEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'\n"))
@@ -287,6 +288,7 @@ def test_a_dataset_is_loaded_by_workers_with_and_without_page_locked_memory(tmp_
                 assert outcome.kind is Kind.OK, (num_workers, pin_memory, outcome)
 
 
+@pytest.mark.slow  # each of them is above
 def test_fp16_with_a_fused_optimizer_and_clipping_trains_and_settles(tmp_path):
     with convolutions(tmp_path, more="MAX_GRAD_NORM = 1.0") as runner:
         outcome = run_convolutions(runner, amp="fp16", optimizer_impl="fused")
@@ -307,6 +309,7 @@ def test_a_model_that_compiles_itself_trains_in_tf32(tmp_path):
         assert outcome.kind is Kind.OK, outcome
 
 
+@pytest.mark.slow  # `test_techniques.py` has the benchmark
 def test_convolutions_in_channels_last_with_cudnns_benchmark_are_measured_and_feasible(tmp_path):
     with convolutions(tmp_path) as runner:
         outcome = run_convolutions(runner, channels_last=True, cudnn_benchmark=True)

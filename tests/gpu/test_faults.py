@@ -120,7 +120,7 @@ FAULTS = {
         says="the host's memory ran out, not the GPU's",
     ),
     "memory that a killed process holds for another second": Fault(
-        stage=lambda played: played.hold_after_death_s(1.0), says="--device cuda"
+        slow=True, stage=lambda played: played.hold_after_death_s(1.0), says="--device cuda"
     ),
     "a comparison with plain fp32 that breaks the context": Fault(
         settings={"kernel_error": "700:1:AUnaryFunctorIlll"},  # integers that only a comparison multiplies
@@ -136,7 +136,7 @@ FAULTS = {
     "a slice of a card": Fault(card=H100_SLICE, slow=True, says="--device cuda"),
     "a small card with a neighbour": Fault(card=LAPTOP, slow=True, says="--device cuda"),
     "a neighbour that comes in the middle and leaves room": Fault(
-        later=lambda played: played.set_neighbour(2 * GIB), says="--device cuda"
+        slow=True, later=lambda played: played.set_neighbour(2 * GIB), says="--device cuda"
     ),
     "a neighbour that goes in the middle": Fault(
         slow=True,
@@ -146,6 +146,7 @@ FAULTS = {
         mentions="1 other process holds 20.0 GiB of cuda:0",
     ),
     "a card that is too hot": Fault(
+        slow=True,
         stage=lambda played: played.set_throttle_reasons(TOO_HOT),
         says="--device cuda",
         mentions="the clock of cuda:0 was throttled (temperature (hardware))",

@@ -45,7 +45,7 @@ print(json.dumps([*pairs, used]))
 
 @pytest.mark.parametrize(
     ("card", "others"),
-    [(T4, (H100,)), (RTX_4090, ()), (H100_SLICE, ())],
+    [(T4, (H100,)), pytest.param(RTX_4090, (), marks=pytest.mark.slow), (H100_SLICE, ())],
     ids=["unlike", "rtx4090", "slice"],
 )
 def test_cards_are_told_as_cuda_finds_them_and_each_is_trained_on(

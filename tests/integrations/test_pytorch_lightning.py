@@ -169,7 +169,7 @@ def test_parts_of_both_are_refused_with_what_to_do(tmp_path: Path) -> None:
     "hidden",
     [
         pytest.param([], id="both are installed", marks=pytest.mark.slow),
-        pytest.param(["lightning"], id="it alone is installed"),
+        pytest.param(["lightning"], id="it alone is installed", marks=pytest.mark.slow),
     ],
 )
 def test_a_script_is_tuned_whose_lightning_has_this_name(hidden: list[str], tmp_path: Path) -> None:

@@ -214,9 +214,7 @@ SCRIPTS = {
 @pytest.mark.parametrize(
     ("peer", "number"),
     [
-        pytest.param(
-            peer, number, marks=[] if (peer, number) in (("transformers", 0), ("torch", 0)) else [pytest.mark.slow]
-        )
+        pytest.param(peer, number, marks=[] if (peer, number) == ("torch", 0) else [pytest.mark.slow])
         for peer, scripts in SCRIPTS.items()
         for number in range(len(scripts))
     ],

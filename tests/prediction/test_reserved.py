@@ -13,7 +13,7 @@ from tests.benchmarks.reserved import TASKS, predicted, recorded
     [
         *(pytest.param(model, 1, marks=pytest.mark.slow, id=f"{model}, every row") for model in TASKS),
         *(
-            pytest.param(model, 5, id=f"{model}, every fifth row")
+            pytest.param(model, 10, id=f"{model}, every tenth row")
             for model in ("gpt", "encoder", "U-Net", "recommender")
         ),
     ],

@@ -154,7 +154,7 @@ def test_the_balanced_objective_weighs_both() -> None:
     assert max(merit(config) for config, _ in probes) >= 0.97 * best and len(probes) <= 20
 
 
-@pytest.mark.parametrize("fix", [{}, {"amp": "bf16", "checkpoint_segments": 1}])
+@pytest.mark.parametrize("fix", [pytest.param({}, marks=pytest.mark.slow), {"amp": "bf16", "checkpoint_segments": 1}])
 def test_a_space_too_large_to_list_is_climbed(fix: dict[str, Choice]) -> None:
     loading = {
         "num_workers": Support(choices=(0, 1, 2, 4, 8)),

@@ -93,7 +93,7 @@ def test_the_gain_is_found_whatever_was_expected(tmp_path: Path, name: str) -> N
     assert share_of_best(search, world) >= 0.97
 
 
-@pytest.mark.parametrize("together", [0.5, 1.5])
+@pytest.mark.parametrize("together", [pytest.param(0.5, marks=pytest.mark.slow), 1.5])
 def test_what_two_techniques_do_together_is_found(tmp_path: Path, together: float) -> None:
     gains: dict[tuple[str, Choice], float] = {("amp", "bf16"): 1.2, ("channels_last", True): 1.1}
     search = searched(tmp_path, world := World(noise=0.01, gains=gains, together=together))

@@ -86,6 +86,7 @@ def test_a_time_out_while_it_compiles_says_so_and_leaves_nothing_behind(
     assert not [path for path in (tmp_path / "compiled").rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow  # a process; a time-out ends in the same stage
 def test_what_fails_while_it_is_compiled_is_the_outcome_and_is_not_run(tmp_path: Path) -> None:
     failing = MODEL.replace(
         "return x + torch.tanh", "assert False, 'cannot be compiled'\n        return x + torch.tanh"

@@ -136,6 +136,7 @@ def test_threads_that_still_run_do_not_keep_the_probe_from_ending(runner):
     assert time.monotonic() - started < SETTINGS.timeout_s
 
 
+@pytest.mark.slow  # `cli/test_search.py` and `probe/test_leaks.py` hold it
 def test_a_leak_is_measured_in_bytes_per_step_and_named_by_its_line(runner):
     outcome = run(runner, 23, num_steps=350, memory_limit_bytes=2**32)
     assert outcome.kind is Kind.OK

@@ -81,8 +81,7 @@ def searched(runner, budget_s):
     return search(None, options, runner=runner)
 
 
-@pytest.mark.parametrize("budget_s", [30.0, 40.0, 120.0])
-@pytest.mark.parametrize("overhead_s", [0.5, 3.0])
+@pytest.mark.parametrize(("budget_s", "overhead_s"), [(30.0, 0.5), (40.0, 3.0), (120.0, 3.0)])
 def test_a_noisy_search_uses_its_budget_and_keeps_it(budget_s, overhead_s):
     runner = Timed(noise=0.1, overhead_s=overhead_s)
     result = searched(runner, budget_s)
@@ -97,7 +96,7 @@ def test_time_is_kept_for_a_check_only_where_gradients_can_be_compared(comparabl
     assert kept_s == pytest.approx(Timed.inspection_s if comparable else 0.0)
 
 
-@pytest.mark.parametrize("slow_after", [3, 6, 9, 12, 15])
+@pytest.mark.parametrize("slow_after", [3, 9, 15])
 def test_a_machine_that_becomes_busy_does_not_make_a_search_overrun(slow_after):
     runner = Timed(noise=0.1, overhead_s=0.7, slow_after=slow_after)
     result = searched(runner, 40.0)
@@ -162,8 +161,7 @@ class Lucky(Timed):
         return 400.0 if config == self.fastest else 100.0
 
 
-@pytest.mark.parametrize("fast", [2, 4, 6, 8])
-@pytest.mark.parametrize("budget_s", [30.0, 45.0])
+@pytest.mark.parametrize(("fast", "budget_s"), [(2, 30.0), (6, 30.0), (4, 45.0), (8, 45.0)])
 def test_whoever_is_found_last_plays(fast, budget_s):
     runner = Lucky(noise=0.05, overhead_s=1.5, fast=fast)
     result = searched(runner, budget_s)
@@ -172,8 +170,9 @@ def test_whoever_is_found_last_plays(fast, budget_s):
     assert result.wall_s < 1.05 * budget_s
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("gain", "budget_s"), [(1.0, 30.0), (1.2, 30.0), (1.2, 60.0), (2.0, 60.0)])
+@pytest.mark.parametrize(
+    ("gain", "budget_s", "seed"), [(1.0, 30.0, 0), (1.2, 30.0, 1), (1.2, 60.0, 0), (1.2, 60.0, 1), (2.0, 60.0, 1)]
+)
 def test_the_verdict_the_interval_and_every_figure_agree(gain, budget_s, seed):
     result = searched(Timed(noise=0.15, gain=gain, seed=seed, overhead_s=2.0), budget_s)
     kept, low, high = result.config == result.baseline.config, *(result.speedup_ci or (1.0, 1.0))

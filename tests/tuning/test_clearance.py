@@ -49,7 +49,7 @@ def with_fused(found):
     return lambda config: found if config["optimizer_impl"] == "fused" else passed_check()
 
 
-@pytest.mark.parametrize("found", [FAILED, TELLS_NOTHING, TIMED_OUT, OOM])
+@pytest.mark.parametrize("found", [FAILED, TELLS_NOTHING, pytest.param(TIMED_OUT, marks=pytest.mark.slow), OOM])
 def test_what_failed_or_did_not_finish_or_tells_nothing_is_not_played_and_the_next_best_that_passed_is_the_answer(
     tmp_path, found
 ):

@@ -53,6 +53,7 @@ def training_step(model, batch):
 """
 
 
+@pytest.mark.slow  # a minute; `test_shortage.py` and `coupling/test_searches.py` hold it in a closed form
 def test_a_model_whose_plain_step_does_not_fit_is_made_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))  # what is freed is free: no fragments in the heap
     (tmp_path / "model.py").write_text(MODEL)
@@ -139,6 +140,7 @@ def make_batch(batch_size):
 """
 
 
+@pytest.mark.slow  # two processes; `test_shortage.py` holds the rule
 def test_where_the_model_alone_exceeds_the_limit_the_predicted_need_is_told(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(LARGE)
     source = TaskSource.of(tmp_path / "model.py")

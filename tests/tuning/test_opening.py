@@ -142,7 +142,7 @@ def test_another_option_is_refused_before_the_model_is_imported(
 def searched(folder: Path, **options: Any) -> tuple[Result, list[str]]:
     """A search with a known answer, and what it noted."""
     notes = Notes()
-    asked = {**known(folder), "storage": str(folder / "gpt.db"), "listeners": [notes], **options}
+    asked = {**known(folder), "storage": str(folder / "gpt.db"), "listeners": [notes], "trials": 2, **options}
     return autotune.search(TINY, **asked), notes.texts
 
 

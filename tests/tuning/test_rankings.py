@@ -103,7 +103,7 @@ def test_names_of_studies_do_not_depend_on_the_order_in_which_it_is_said_what_is
     )
 
 
-@pytest.mark.parametrize("alone_first", [True, False])
+@pytest.mark.parametrize("alone_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_what_is_searched_alone_is_the_ranking_beside_the_users_own(tmp_path: Path, alone_first: bool) -> None:
     """Whatever is free at the time: each search finds another memory limit, and goes on with the one of its study."""
 

@@ -15,6 +15,7 @@ from autotune.report.terminal import as_text
 from autotune.runners.runner import Stated
 from autotune.study.reading import load_study
 from autotune.techniques import find_techniques
+from autotune.tuning import playoff
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.explore import explore
@@ -491,6 +492,13 @@ def test_micro_batches_are_compared_only_where_the_answer_has_more_of_them(tmp_p
     assert runner.checked[-1].accumulation_steps == 1
 
 
+@pytest.fixture
+def six_rounds(monkeypatch):
+    """However noisy it is: a play-off that leaves the gain open has fifty."""
+    monkeypatch.setattr(playoff, "MAX_ROUNDS", 6)
+
+
+@pytest.mark.usefixtures("six_rounds")
 def test_a_search_that_goes_on_goes_on_with_the_rounds_of_its_play_off(tmp_path):
     """More time narrows the interval that was told; a round that was played is evidence for good."""
     first = answer(recommender(tmp_path, Staged(noise=0.1), num_trials=3))
@@ -502,7 +510,8 @@ def test_a_search_that_goes_on_goes_on_with_the_rounds_of_its_play_off(tmp_path)
     assert all(one.num_processes >= known[tuple(one.config.items())] for one in again) and again
 
 
-@pytest.mark.parametrize("num_runs", [5, 6, 7])
+@pytest.mark.usefixtures("six_rounds")
+@pytest.mark.parametrize("num_runs", [pytest.param(5, marks=pytest.mark.slow), 6, 7])
 def test_a_round_that_was_cut_short_does_not_count_when_the_search_goes_on(tmp_path, num_runs):
     runner = Staged(noise=0.1)
     with pytest.raises(Interrupted):

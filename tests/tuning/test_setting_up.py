@@ -84,8 +84,13 @@ def searched(folder: Path, **options: Any) -> tuple[Result, Compiling]:
     return answer(search), runner
 
 
-def test_the_answer_names_the_steps_after_which_compiling_has_paid(tmp_path: Path) -> None:
-    result, runner = searched(tmp_path)
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Compiling]:
+    return searched(tmp_path_factory.mktemp("answered"))
+
+
+def test_the_answer_names_the_steps_after_which_compiling_has_paid(answered: tuple[Result, Compiling]) -> None:
+    result, runner = answered
     assert result.config["compile"] == "default" and result.compile_cold_s == COLD_S
     plain = [config for config in runner.configs if config["compile"] == "off"]
     step_s, plain_step_s = 96 / result.samples_per_s, 96 / max(map(runner.samples_per_s, plain))
@@ -113,8 +118,8 @@ def test_a_budget_is_not_lost_to_compiling(tmp_path: Path) -> None:
     assert sum(config["compile"] == "default" for config in runner.configs) == 0
 
 
-def test_what_compiles_comes_after_what_promises_as_much_for_less_time(tmp_path: Path) -> None:
-    _, runner = searched(tmp_path)
+def test_what_compiles_comes_after_what_promises_as_much_for_less_time(answered: tuple[Result, Compiling]) -> None:
+    _, runner = answered
     first = next(place for place, config in enumerate(runner.configs) if config["compile"] == "default")
     assert any(config["amp"] == "bf16" for config in runner.configs[:first])
 

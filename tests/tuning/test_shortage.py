@@ -90,7 +90,7 @@ def test_where_no_probe_failed_for_lack_of_memory_nothing_is_said_to_fit(tmp_pat
     assert "fit" not in str(raised.value)
 
 
-@pytest.mark.parametrize("sampler", ["cost-model", "gp"])
+@pytest.mark.parametrize("sampler", ["cost-model", pytest.param("gp", marks=pytest.mark.slow)])
 def test_while_nothing_that_is_fixed_fits_everything_that_may_is_tried(tmp_path, sampler):
     runner = ClosedFormRunner()
     peaks = NoisyPeaks(runner)

@@ -120,6 +120,7 @@ def test_a_table_that_is_there_is_carried_on(folder: Path, tmp_path: Path) -> No
     assert [progress.round for progress in seen] == [1, 1, 1]
 
 
+@pytest.mark.slow  # a process; what is missing at the end is recorded above
 @pytest.mark.usefixtures("measured")
 def test_a_round_that_was_taken_out_of_a_table_is_recorded_again(folder: Path, tmp_path: Path) -> None:
     head, rows = (lines := (folder / "tiny.csv").read_text().splitlines(keepends=True))[:3], lines[3:]
