@@ -215,8 +215,8 @@ def choices_of_shards(plugin: Any, given: Mapping[str, Any]) -> dict[str, Choice
         reshards = _RESHARDS.get(strategy)
     if reshards is None or given.get(_PRECISION) == "fp16":
         raise TaskError(
-            f"Accelerate trains with FSDP, {strategy} {given.get(_PRECISION)}, which probes do not; expected one that shards, in fp32 or "
-            "bf16: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision bf16`, say"
+            f"Accelerate trains with FSDP ({strategy or 'version 2'}, {given.get(_PRECISION)}), which probes do not; expected one that "
+            "shards, in fp32 or bf16: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision bf16`, say"
         )
     offload = plugin.cpu_offload
     offloads = getattr(offload, "offload_params", "CPU" in type(offload).__name__)  # of FSDP1, of FSDP2

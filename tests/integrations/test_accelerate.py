@@ -20,7 +20,7 @@ from tests.integrations.test_base import dataset, net
 from tests.notes import Notes
 
 accelerate = pytest.importorskip("accelerate")
-from autotune.integrations.accelerate import find_executable_config  # noqa: E402
+from autotune.integrations.accelerate import choices_of_shards, find_executable_config  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,35 @@ def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monke
     )
     find_executable_config(task)(lambda config: None)()
     assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
+
+
+def plugin(version: int, kept: Any, offload: Any) -> Any:
+    """Accelerate's settings of FSDP, which it makes on a GPU alone."""
+    name = "sharding_strategy" if version == 1 else "reshard_after_forward"
+    fields = {"sharding_strategy": None, "reshard_after_forward": None, name: kept}
+    return SimpleNamespace(fsdp_version=version, cpu_offload=offload, **fields)
+
+
+def test_what_accelerate_shards_is_read_with_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
+
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    found = choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "bf16"})
+    assert found == {"amp": "off", "parallel": "fsdp", "shard_dtype": "bf16", "shard_offload": False}
+    for settings in (
+        plugin(2, False, CPUOffloadPolicy()),
+        plugin(1, ShardingStrategy.SHARD_GRAD_OP, CPUOffload(offload_params=True)),
+    ):
+        found = choices_of_shards(settings, {"mixed_precision": "no"})
+        assert found == {"amp": "off", "parallel": "fsdp_grad", "shard_offload": True}
+    copies = plugin(1, ShardingStrategy.NO_SHARD, CPUOffload())
+    with pytest.raises(
+        TaskError, match=r"\(NO_SHARD, no\), which probes do not; expected one that shards, in fp32 or bf16"
+    ):
+        choices_of_shards(copies, {"mixed_precision": "no"})
+    with pytest.raises(TaskError, match=r"\(version 2, fp16\), which probes do not"):
+        choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "fp16"})
 
 
 @pytest.mark.parametrize("stated", [None, {"batch_size": 4}])
