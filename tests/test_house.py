@@ -70,6 +70,7 @@ MAY_ASK_FOR_TECHNIQUES = {
     "study/reading.py",
     "report/answer.py",
     "export/base.py",
+    "export/lightning.py",
     "export/torch.py",
     "integrations/accelerate.py",
     "integrations/lightning.py",

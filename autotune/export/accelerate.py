@@ -8,6 +8,7 @@ from typing import Any
 
 from autotune.export.base import Export, Exporter, SearchedChoices, arguments
 from autotune.records.result import Result
+from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 
 _IN_FILE = "mixed_precision"  # what both the file and `Accelerator(...)` take
@@ -63,7 +64,7 @@ class Accelerate(Exporter):
 
 def _spread(result: Result, said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """What the file and `Accelerator(...)` say of several processes; nothing where one trains alone."""
-    number, places = result.subject.num_processes, result.places.get("parallel", {})
+    number, places = result.subject.num_processes, result.places.get(SPREAD, {})
     if number == 1:
         return {}, []
     # MULTI_GPU starts processes on a CPU, too, where `cpu=True` says so; MULTI_CPU would need MPI

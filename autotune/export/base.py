@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.techniques import Phase, Techniques, find_techniques
+from autotune.techniques import SPREAD, Phase, Techniques, find_techniques, shards_parameters
 from autotune.techniques.frameworks import (
     ACCELERATE,
     BATCH,
@@ -23,7 +23,6 @@ from autotune.techniques.frameworks import (
     TRANSFORMERS,
     merge,
 )
-from autotune.techniques.spread_option import SHARDED
 
 SearchedChoices = Mapping[str, Sequence[Choice]]  # technique -> choices that were searched; may lack some or all
 _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
@@ -122,16 +121,9 @@ def arguments(
             "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
             "mean number of terms of the step's micro batches"
         )
-    if result.config.get("amp", "off") != "off" and "parallel" not in unsaid and _in_amps_type(result) & {*frameworks}:
-        unsaid["amp"] = (
-            f"{techniques['amp'].label(result.config['amp'])}: it is said, and shards travel in it there, too"
-        )
+    if SPREAD not in unsaid and not techniques.is_off(SPREAD, result.config.get(SPREAD, techniques[SPREAD].off)):
+        unsaid |= _said_of_shards(techniques, result, frameworks)
     return said, unsaid
-
-
-def shards_parameters(result: Result) -> bool:
-    """Whether the answer shards parameters; else each process has a copy of the model."""
-    return str(result.config.get("parallel")).startswith(SHARDED)
 
 
 def launching(result: Result) -> dict[str, str]:
@@ -144,16 +136,25 @@ def launching(result: Result) -> dict[str, str]:
 
 def _lost(techniques: Techniques, result: Result, frameworks: Sequence[str]) -> dict[str, str]:
     """Techniques that a framework has words for, and does not do on the device: why not."""
-    if not (_OVER_ACCELERATE & {*frameworks} and shards_parameters(result) and result.subject.device.startswith("cpu")):
+    if not (
+        _OVER_ACCELERATE & {*frameworks}
+        and shards_parameters(result.config)
+        and result.subject.device.startswith("cpu")
+    ):
         return {}
     why = "Accelerate shards parameters on GPUs alone, and trains copies of the model on a CPU"
     return {name: why for name, technique in techniques.items() if technique.phase is Phase.SPREAD}
 
 
-def _in_amps_type(result: Result) -> set[str]:
-    """The frameworks that share out in the type of mixed precision, where the answer shares out something in fp32."""
-    of_deepspeed = {DEEPSPEED} if result.config.get("parallel", "ddp") != "ddp" else set()
-    return (_OVER_ACCELERATE if shards_parameters(result) else set()) | of_deepspeed
+def _said_of_shards(techniques: Techniques, result: Result, frameworks: Sequence[str]) -> dict[str, str]:
+    """What the words of techniques that are on do to shards besides."""
+    on = {name: choice for name, choice in result.config.items() if name in techniques}
+    return {
+        name: f"{techniques[name].label(choice)}: {words.on_shards}"
+        for name, choice in on.items()
+        for framework in frameworks
+        if choice != techniques[name].off and (words := techniques[name].frameworks.get(framework)) and words.on_shards
+    }
 
 
 def words_of(

@@ -6,10 +6,10 @@ import json
 from textwrap import indent
 from typing import Any
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, shards_parameters
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments
 from autotune.export.source import Source
 from autotune.records.result import Result
-from autotune.techniques import Phase, find_techniques
+from autotune.techniques import SPREAD, Phase, find_techniques, shards_parameters
 from autotune.techniques.frameworks import DATALOADER, LIGHTNING, TORCH, At
 
 _STRATEGIES = "lightning.pytorch.strategies"
@@ -50,15 +50,14 @@ class Lightning(Exporter):
         )
         trainer = said[LIGHTNING]
         text: dict[str, Any] = {"trainer": said[LIGHTNING], "dataloader": said[DATALOADER]}
-        number, places = result.subject.num_processes, result.places.get("parallel", {})
+        number, places = result.subject.num_processes, result.places.get(SPREAD, {})
         if number > 1:
             trainer["devices"] = number
-        if shards_parameters(result):
+        if shards_parameters(result.config):
             sizes = {"data_parallel_size": number, "tensor_parallel_size": 1}
             trainer["strategy"] = {"class_path": f"{_STRATEGIES}.ModelParallelStrategy", "init_args": sizes}
-            if result.config["shard_dtype"] != "fp32":
-                trainer["precision"] = "bf16-mixed"
-            text["configure_model"], in_it = _configure_model(result)
+            text["configure_model"], in_it, casts = _configure_model(result)
+            trainer |= {"precision": "bf16-mixed"} if casts else {}
             unsaid = {name: why for name, why in unsaid.items() if name not in in_it}
         elif number > 1:
             unused = {"find_unused_parameters": True} if places.get("find_unused_parameters") else {}
@@ -69,9 +68,9 @@ class Lightning(Exporter):
         return Export(json.dumps(text, indent=2), unsaid)
 
 
-def _configure_model(result: Result) -> tuple[list[str], list[str]]:
-    """Lines of a LightningModule that shard its parameters, and which techniques they are."""
-    source, options, names = Source(), [], []
+def _configure_model(result: Result) -> tuple[list[str], list[str], bool]:
+    """Lines of a LightningModule that shard its parameters, which techniques they are, and whether it runs under autocast."""
+    source, options, names, casts = Source(), list[str](), list[str](), False
     for name, technique in find_techniques().items():
         choice = result.config.get(name, technique.off)
         lines = technique.write(TORCH, choice) if choice != technique.off else None
@@ -79,7 +78,8 @@ def _configure_model(result: Result) -> tuple[list[str], list[str]]:
             said = lines[At.SPREAD].replace("{modules}", json.dumps(result.places.get(name, {}).get("modules", [])))
             options.append(said)
             names.append(name)
+            casts |= At.FORWARD in lines
             source.bring(f"dict({said})", type(technique).__module__, "autotune.techniques.tensors.spread")
     given = indent(",\n".join(options), "        ")
     text = "\n\n".join([*source.definitions.values(), _CONFIGURE.format(options=given).strip("\n")])
-    return [*source.import_lines(), "import torch", "", *text.splitlines()], names
+    return [*source.import_lines(), "import torch", "", *text.splitlines()], names, casts

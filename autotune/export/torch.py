@@ -14,7 +14,7 @@ from autotune.export.base import Export, Exporter, SearchedChoices
 from autotune.export.source import Source
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
-from autotune.techniques import find_techniques
+from autotune.techniques import SPREAD, find_techniques
 from autotune.techniques.frameworks import TORCH, At
 
 # whose functions and imports the script's own lines use
@@ -269,13 +269,14 @@ class _Script:
         yield f"NUM_STEPS = {_NUM_STEPS}"
         device = self.result.subject.device
         kind = device.partition(":")[0]
-        one_each = self.together and kind != "cpu"
+        on_gpu = capabilities_of(kind).own_processors
+        one_each = self.together and on_gpu
         yield (
             f'DEVICE = torch.device("{kind}", int(os.environ["LOCAL_RANK"]))'
             if one_each
             else (f'DEVICE = torch.device("{device}")')
         )
-        if kind != "cpu":
+        if on_gpu:
             yield "torch.cuda.set_device(DEVICE)"
         if self.together:
             yield _WORLD.format(backend=capabilities_of(kind).collectives, number=self.num_processes).strip("\n")
@@ -308,7 +309,7 @@ class _Script:
         """What runs the model with its collectives."""
         options = [*self.said[At.SPREAD]]
         sharded = any(option.startswith("blocks=") for option in options)
-        if not sharded and self.result.places.get("parallel", {}).get("find_unused_parameters"):
+        if not sharded and self.result.places.get(SPREAD, {}).get("find_unused_parameters"):
             options.append("find_unused_parameters=True")
         yield f"spread = {'shards' if sharded else 'copies'}("
         yield indent(",\n".join(("model", *options)), "    ") + ","

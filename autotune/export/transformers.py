@@ -6,6 +6,7 @@ import json
 
 from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching
 from autotune.records.result import Result
+from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import TRANSFORMERS, merge
 
 
@@ -19,7 +20,7 @@ class Transformers(Exporter):
         """One group of arguments for each key."""
         said, unsaid = arguments(result, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
         device = {"use_cpu": True} if result.subject.device.startswith("cpu") else {}
-        places, found = result.places.get("parallel", {}), said[TRANSFORMERS]
+        places, found = result.places.get(SPREAD, {}), said[TRANSFORMERS]
         if result.subject.num_processes > 1:
             device["ddp_find_unused_parameters"] = bool(places.get("find_unused_parameters"))
         if "fsdp" in found and places.get("classes"):

@@ -43,6 +43,7 @@ from autotune.techniques.base import (
     whole_number,
 )
 from autotune.techniques.build import Build, Setting
+from autotune.techniques.spread_option import SPREAD, shards_parameters
 from autotune.units import plural
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REACHES_INTO_STEP",
+    "SPREAD",
     "Build",
     "Expectation",
     "Factor",
@@ -63,6 +65,7 @@ __all__ = [
     "UnsupportedError",
     "declare",
     "find_techniques",
+    "shards_parameters",
 ]
 
 GROUP = "autotune.techniques"  # entry points: `name = "module:Class"`

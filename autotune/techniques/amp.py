@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from autotune.devices.base import Device
 
 _BF16_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16 tensor cores; earlier GPUs emulate it
+_TRAVEL = "it is said, and shards travel in it there, too"
 _SCALER = "torch.amp.GradScaler(DEVICE.type)"
 LEAST_RATE = 0.25  # times fp32's rate; emulated convolutions reach 0.02 to 0.11 times, real arithmetic much more
 WORTH = 0.9  # times fp32's rate; shorter activations may make up for the rest
@@ -53,7 +54,8 @@ class Amp(Technique):
     likely = ("bf16", "fp16")
     frameworks = words(
         transformers=Table(
-            {choice: {"bf16": choice == "bf16", "fp16": choice == "fp16"} for choice in ("off", "bf16", "fp16")}
+            {choice: {"bf16": choice == "bf16", "fp16": choice == "fp16"} for choice in ("off", "bf16", "fp16")},
+            on_shards=_TRAVEL,
         ),
         lightning=Table(
             {"off": {"precision": "32-true"}, "bf16": {"precision": "bf16-mixed"}, "fp16": {"precision": "16-mixed"}},
@@ -67,7 +69,12 @@ class Amp(Technique):
             },
         ),
         accelerate=Table(
-            {"off": {"mixed_precision": "no"}, "bf16": {"mixed_precision": "bf16"}, "fp16": {"mixed_precision": "fp16"}}
+            {
+                "off": {"mixed_precision": "no"},
+                "bf16": {"mixed_precision": "bf16"},
+                "fp16": {"mixed_precision": "fp16"},
+            },
+            on_shards=_TRAVEL,
         ),
         # DeepSpeed's own `bf16` and `fp16` convert the parameters, which autocast does not.
         deepspeed=Table(
@@ -75,7 +82,8 @@ class Amp(Technique):
                 "off": {"torch_autocast": {"enabled": False}},
                 "bf16": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
                 "fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-            }
+            },
+            on_shards=_TRAVEL,
         ),
         loop=Unsaid(("off", "bf16")),  # fp16 scales the loss
         torch=Table(

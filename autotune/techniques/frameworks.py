@@ -48,7 +48,13 @@ class At(StrEnum):
 
 
 class Words(ABC):
-    """How one framework's arguments say a technique's choice."""
+    """How one framework's arguments say a technique's choice.
+
+    Attributes:
+        on_shards: what else they do where several processes share something out; empty for nothing.
+    """
+
+    on_shards: str = ""
 
     @abstractmethod
     def write(self, choice: Choice) -> dict[str, Any] | None:
@@ -75,6 +81,7 @@ class Table(Words):
 
     arguments: Mapping[Choice, Mapping[str, Any]]
     aliases: Mapping[tuple[str, Any], Choice] | None = None
+    on_shards: str = ""
 
     def write(self, choice: Choice) -> dict[str, Any] | None:
         return None if choice not in self.arguments else dict(self.arguments[choice])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from autotune.records.config import Choice, Config
 from autotune.techniques.base import Phase, Technique
 from autotune.techniques.build import Setting
 
+SPREAD = "parallel"  # the technique that says how several processes hold a model
 SHARDED = ("fsdp", "hsdp")  # as the choices of `parallel` begin that shard parameters
 
 
-def shards_parameters(config: Config) -> bool:
+def shards_parameters(config: Mapping[str, Choice]) -> bool:
     """Whether a config shards parameters; else each process has a copy of the model."""
-    return str(config["parallel"]).startswith(SHARDED)
+    return str(config.get(SPREAD)).startswith(SHARDED)
 
 
 class SpreadTechnique(Technique):
