@@ -14,17 +14,20 @@ from autotune.errors import DeviceError, first_line
 from autotune.lazy import torch
 from autotune.units import GIB, MIB, format_bytes
 
-# Where more than this is left, a library's failure is not blamed on memory: left of the limit, as a share of it, for a workspace; left
-# on the card, for kernels that libraries load; and on the card before there is a context, for that and the libraries' handles
-_AT_LIMIT_SHARE = 0.05
-_FULL_CARD_BYTES, _BEFORE_LIBRARIES_BYTES = 256 * MIB, 512 * MIB
-_RELEASE_S = 2.0  # the driver frees an ended process's memory within so long
-_RELEASED_BYTES = 64 * MIB  # the card's use counts as back where it was if it is within so much
+# A library's failure is blamed on memory only where less than this is left:
+_AT_LIMIT_SHARE = 0.05  # of the limit, for a workspace
+_FULL_CARD_BYTES = 256 * MIB  # on the card, for kernels that libraries load
+_BEFORE_LIBRARIES_BYTES = 512 * MIB  # on the card before there is a context, for that and the libraries' handles
+_RELEASE_S = 2.0  # the driver frees an ended process's memory within this time
+_RELEASED_BYTES = 64 * MIB  # the card's use counts as back where it was if it is no further from it
 # assumed for a context and its libraries where nothing can measure them; 287 to 667 MB are published
 TYPICAL_CONTEXT_BYTES = 512 * MIB
 _SMALLEST_CONTEXT_BYTES, _LARGEST_CONTEXT_BYTES = 32 * MIB, 2 * GIB
-_MOST_GROWTH_BYTES = 512 * MIB  # at most so much is believed of libraries and kernels that are loaded late
-_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: so little missing does not point to a neighbour
+_MOST_GROWTH_BYTES = 512 * MIB  # libraries and kernels that are loaded late are believed to take at most this much
+_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = (
+    64 * MIB,
+    0.01,
+)  # of the limit: where no more than this is missing, it need not be a neighbour's
 
 
 @dataclass
@@ -32,11 +35,11 @@ class OutsideMemory:
     """Keeps account of what a process has on the card outside torch's allocator, by the best source that can be read.
 
     Outside are the CUDA context, loaded kernels, and libraries' handles and buffers. The driver's books on this process are
-    believed if they show at least what the allocator has reserved: in a container they may show 0, or know the process by
-    another number. Otherwise the growth of the whole card's use is taken, since before the context; where NVML is missing, a
-    typical context plus the growth since then. Such growth may be another process's, or be hidden by one that is still releasing
-    memory. So a first figure that no context has is replaced by a typical one, and later growth counts up to 512 MiB, or not at
-    all once the driver shows other processes.
+    believed if they show at least what the allocator has reserved: in a container they may show 0, or know the process by another
+    number. Otherwise the growth of the whole card's use since before the context is taken; where NVML is missing, a typical context
+    plus the growth since the first reading. Such growth may be another process's, or be hidden by one that is still releasing
+    memory. So a first figure that is too small or too large for a context is replaced by a typical one, and later growth counts up
+    to 512 MiB, or not at all once the driver shows other processes.
 
     Attributes:
         before_bytes: the card's use before this process's context; None where it could not be read.
@@ -91,7 +94,7 @@ class CudaDevice(Instruments, Device):
         own_memory=True,
         own_processors=True,
         collectives="cpu:gloo,cuda:nccl",
-        communicator_bytes=512 * MIB,  # 544 to 688 MB were seen on four A100; probes tell it
+        communicator_bytes=512 * MIB,  # 544 to 688 MB were seen on four A100; a first guess, which probes correct
         chosen_by="CUDA_VISIBLE_DEVICES",
         settles_s=2.0,
         tells_processes_apart=False,

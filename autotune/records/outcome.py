@@ -60,7 +60,7 @@ class Measurement:
     """What a probe that ended `ok` measured.
 
     The throughput is the median over the timed blocks, with the distribution-free 95 % interval of the median. Where samples
-    come from a dataset, blocks differ in their work: it is then all samples over all the time, with Student's interval.
+    come from a dataset, blocks differ in their work: the throughput is then all samples over all the time, with Student's interval.
     """
 
     samples_per_s: float
@@ -73,20 +73,20 @@ class Measurement:
     setup_s: float  # building model, optimizer and loader
     warmup_s: float
     timed_s: float
-    explained_s: float = 0.0  # the steps that `phases_s` was taken from
-    # what the first warm-up step, and those that compiled again, took beyond a typical one; with a filled cache
+    explained_s: float = 0.0  # in the steps from which `phases_s` was taken
+    # by which the first warm-up step, and those that compiled again, were longer than a typical one; with a filled cache
     compile_s: float = 0.0
     compile_cold_s: float = 0.0  # the same with an empty cache, where techniques of the config compile
     num_graph_breaks: int = 0  # places where compiled code goes back to Python
     # graphs compiled after the first optimizer step: batches differ in something that compiled code depends on
     num_recompilations: int = 0
-    # data, forward, backward, optimizer: one optimizer step; imbalance and communication, where ranks hold copies of the model
+    # of one optimizer step: data, forward, backward, optimizer; imbalance and communication, where ranks hold copies of the model
     phases_s: dict[str, float] = field(default_factory=dict)
-    waits_s: tuple[float, ...] = ()  # of each rank, each time that gradients of copies are averaged
-    slow_rank: int | None = None  # for which another waits by more than the noise
+    waits_s: tuple[float, ...] = ()  # how long each rank waits when gradients of copies are averaged
+    slow_rank: int | None = None  # the rank that others wait for by more than the noise
     final_loss: float = 0.0
     growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
-    leaks: tuple[Kept, ...] = ()  # kept where memory grows: first what Python objects hold, the largest first
+    leaks: tuple[Kept, ...] = ()  # what is kept where memory grows: first what Python objects hold; the largest first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
     num_ooms: int = 0  # CUDA allocator: out of memory that something swallowed
@@ -105,7 +105,7 @@ class Measurement:
 
     @property
     def unequal(self) -> str:
-        """Which rank is slower than another, in words; empty where none is by more than the noise."""
+        """The slow rank and who waits for it, in words; empty if no rank is clearly slower."""
         if self.slow_rank is None:
             return ""
         most_s = max(self.waits_s)

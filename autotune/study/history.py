@@ -1,4 +1,4 @@
-"""The history of a search: an append-only list of trials, the views of it that guide the search, and what follows from a failure. It
+"""The history of a search: an append-only list of trials, the views of it that guide the search, and what follows from a failure, which
 may be excused (the machine stood still), tried again, or rule out similar configs.
 """
 
@@ -15,7 +15,7 @@ from autotune.space import Space
 from autotune.techniques import Phase
 
 PATIENT = 0.9  # a probe that ran for this share of the time-out counts as having had all of it
-PASSING = (Kind.CRASHED, Kind.ERROR)  # may be the machine's fault and pass: a full disk, another program
+PASSING = (Kind.CRASHED, Kind.ERROR)  # may be the machine's fault and go away: a full disk, another program
 
 
 class History:
@@ -29,7 +29,7 @@ class History:
         trials: finished trials of earlier searches.
         timeout_s: returns the time-out of a probe now, given the baseline's outcome (None if unknown). Retryable
             failures of earlier searches do not count as known, so their configs may be probed again.
-        longest_step_s: configs whose micro step is expected to take longer are not probed: a probe takes about ten.
+        longest_step_s: configs whose micro step is expected to take longer are not probed: a probe takes about ten steps.
         setup_left_s: returns how many seconds another probe may spend before its first step.
     """
 
@@ -148,7 +148,7 @@ class History:
 
     @property
     def probe_wall_s(self) -> list[float]:
-        """Seconds that each trial took, in order, without compiling, which few configs need."""
+        """Seconds that each trial took, in order, without compiling, which few configs need; retryable failures are left out."""
         return [trial.outcome.running_s for trial in self._trials if trial.number not in self._retryable]
 
     def setup_s(self, config: Config) -> float:
@@ -165,9 +165,9 @@ class History:
 
     @property
     def largest_batch_size(self) -> float:
-        """The largest micro batch that may be probed: the baseline's, or the one that takes `longest_step_s` at the highest speed seen.
+        """The largest micro batch that may be probed.
 
-        Infinite where there is only one size, or nothing has run.
+        It is the larger of the baseline's and the one that takes `longest_step_s` at the highest speed seen; infinite where there is only one size, or nothing has run.
         """
         speeds = [outcome.measurement.samples_per_s for outcome in self.known.values() if outcome.measurement]
         if not speeds or len(self.space.choices[BATCH_SIZE]) == 1:
@@ -244,7 +244,7 @@ def _since_last_search(trials: Sequence[Trial]) -> Sequence[Trial]:
 def what_stands(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome that stands for a config that was probed several times: the last certain one, else the last.
 
-    A measurement is certain, and so is running out of memory, since the limit stays the same.
+    A measurement is certain, and so is running out of memory, since the limit stays the same, unless others held the memory.
     """
     return ([outcome for outcome in outcomes if _is_certain(outcome)] or outcomes)[-1]
 
@@ -337,10 +337,10 @@ def find_excused(trials: Sequence[Trial]) -> frozenset[int]:
 
 
 class KnownHangs:
-    """Rules out configs after time-outs. The choices of a timed-out config that never ran in any other are blamed together.
+    """Rules out configs after time-outs. Those choices of a timed-out config that no other config has run are blamed together.
 
-    A config with all of the blamed choices is ruled out. A probe whose bound does not show that its config is slower than the
-    fastest was ended too soon to blame anything. After a time-out, choices that have not run yet are tried one at a time, so
+    A config with all of the blamed choices is ruled out. A time-out whose bound does not show that its config is slower
+    than the fastest came too soon to blame anything. After a time-out, choices that have not run yet are tried one at a time, so
     that none is blamed for another. As long as nothing has run, nothing is ruled out.
     """
 

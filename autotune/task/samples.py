@@ -23,7 +23,7 @@ class Sampled(NamedTuple):
 
     Attributes:
         positions: their positions, the widest first.
-        whole: whether the dataset has no others.
+        whole: whether it is certain that the dataset has no others.
     """
 
     positions: tuple[int, ...]
@@ -60,7 +60,7 @@ def dataset_size(dataset: Any) -> int | None:
 
 
 def widest_first(dataset: Any) -> Sampled:
-    """Positions of up to 512 samples, the widest first. They are drawn at random, within 2 s; of a stream they are the first ones.
+    """Positions of up to 512 samples, the widest first: random ones, or a stream's first, as far as 2 s suffice to look at them.
 
     The width of a sample is the number of elements of its tensors and arrays, or the length of its sequences.
     """

@@ -40,9 +40,9 @@ class Finding:
 
     Attributes:
         check: the comparison; None where it did not finish, or could not be made.
-        reason: why the changes did not pass; where they did, what else is to be said of the comparison.
+        reason: why the changes did not pass; if they passed, a remark on the comparison.
         remedy: how to get them compared; empty where there is no way.
-        has_finished: the comparison ended by itself, even if in an error; another one would end the same.
+        has_finished: the comparison came to a result that another one would repeat: it did not run out of time or memory.
         comparable: whether the runner sees gradients at all. Where it does not, nothing is held against a config.
     """
 
@@ -74,7 +74,7 @@ class Clearance:
                 self._bar(changes, found)
 
     def bar_failing_finalists(self) -> bool:
-        """Compare the finalists, and bar those that do not pass. True if there was one, so that others come near the best."""
+        """Compare the finalists, and bar those that do not pass. True unless all of them passed: then others are finalists now."""
         configs = finalists_of(self._search)
         cleared = [self.clear(config) for config in configs if not self._search.interrupted()]
         return not all(cleared)
