@@ -24,10 +24,7 @@ _RELEASED_BYTES = 64 * MIB  # the card's use counts as back where it was if it i
 TYPICAL_CONTEXT_BYTES = 512 * MIB
 _SMALLEST_CONTEXT_BYTES, _LARGEST_CONTEXT_BYTES = 32 * MIB, 2 * GIB
 _MOST_GROWTH_BYTES = 512 * MIB  # libraries and kernels that are loaded late are believed to take at most this much
-_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = (
-    64 * MIB,
-    0.01,
-)  # of the limit: where no more than this is missing, it need not be a neighbour's
+_NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: what is missing beyond both, a neighbour has
 
 
 @dataclass

@@ -167,7 +167,8 @@ class History:
     def largest_batch_size(self) -> float:
         """The largest micro batch that may be probed.
 
-        It is the larger of the baseline's and the one that takes `longest_step_s` at the highest speed seen; infinite where there is only one size, or nothing has run.
+        It is the larger of the baseline's and the one that takes `longest_step_s` at the highest speed seen. Infinite where
+        there is only one size, or nothing has run.
         """
         speeds = [outcome.measurement.samples_per_s for outcome in self.known.values() if outcome.measurement]
         if not speeds or len(self.space.choices[BATCH_SIZE]) == 1:
