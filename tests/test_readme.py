@@ -74,7 +74,7 @@ def test_every_command_to_type_is_read() -> None:
 def test_every_option_in_the_text_exists() -> None:
     text = re.sub(r"^```.*?^```$|`make [^`]*`", "", README, flags=re.MULTILINE | re.DOTALL)
     helps = " ".join(command.format_help() for command in build_parser().commands.values())
-    elsewhere = {"--config_file"}  # of `accelerate launch`
+    elsewhere = {"--config_file", "--nproc-per-node"}  # of `accelerate launch` and `torchrun`
     assert {*re.findall(r"(?<![\w-])--[a-z][\w-]*", text)} - elsewhere <= {*re.findall(r"--[a-z-]+", helps)}
 
 

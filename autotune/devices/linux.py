@@ -224,9 +224,9 @@ def _table(path: Path) -> dict[str, int]:
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Let this process get a signal when the one that started it ends; 0 for none any more."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+def end_with_parent(ends: bool = True) -> None:
+    """Let this process be killed when the one that started it ends, or not any more."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if ends else 0)
 
 
 def processors() -> set[int]:

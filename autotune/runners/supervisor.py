@@ -48,7 +48,7 @@ def main() -> None:
     if os.getppid() != greeting["parent"]:
         os._exit(0)
     hello, task = _import(source, greeting) if source is not None else ({"no_fork": ""}, None)
-    end_with_parent(0)  # from here on the closed socket says so, and what a probe left behind is reaped
+    end_with_parent(False)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
     _send(connection, hello)

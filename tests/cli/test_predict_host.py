@@ -127,7 +127,7 @@ def test_the_time_holds_what_the_users_code_does_too(tmp_path: Path) -> None:
         timeout=115,
     )
     assert done.returncode == 2
-    assert "within 20 s; give it more time with --timeout" in done.stderr
+    assert "took more than 20 s; give it more time with --timeout" in done.stderr
     assert not psutil.pid_exists(int((tmp_path / "started").read_text()))
 
 

@@ -68,7 +68,7 @@ def test_a_process_whose_launcher_is_gone_leaves(tmp_path, launcher):
 def test_a_command_of_one_process_sees_one_gpu_and_one_of_several_all(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     seen = {
-        (device, ranks): launch._environment(tmp_path, device, ranks and World(size=ranks))["CUDA_VISIBLE_DEVICES"]
+        (device, ranks): launch._environment(tmp_path, (device,), ranks and World(size=ranks))["CUDA_VISIBLE_DEVICES"]
         for device, ranks in [("cuda:0", None), ("cuda:0", 1), ("cuda:0", 2), ("cuda:1", 1), ("cpu", 1)]
     }
     assert list(seen.values()) == ["5,6", "5", "5,6", "6", ""]

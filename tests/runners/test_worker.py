@@ -72,7 +72,12 @@ def test_where_nothing_says_what_was_asked_for_the_peak_is_what_is_known(fail, e
             "inspect_task",
             {"absent": None, "trains": True, "world": {}, "comparing_s": 0.0},
         ),
-        ("check", autotune.probe.checks, "run_checks", {"config": {}, "batch_size": 4, "settings": {"world": {}}}),
+        (
+            "check",
+            autotune.probe.checks,
+            "run_checks",
+            {"config": {}, "batch_size": 4, "settings": ProbeSettings(memory_limit_bytes=None).to_dict()},
+        ),
     ],
 )
 def test_an_inspection_and_a_check_tell_memory_that_others_hold_from_what_the_model_needs(

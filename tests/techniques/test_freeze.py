@@ -117,7 +117,7 @@ def test_blocks_are_not_offered_where_their_order_in_the_model_says_nothing(make
 
     support = Freeze().support(make_setting(make_task(HeadFirst)))
     assert not support.optional and support.reason.startswith(
-        "head is registered before the blocks and runs after them"
+        "head is registered before the blocks but runs after them"
     )
 
 
