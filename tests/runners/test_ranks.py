@@ -46,7 +46,7 @@ def training_step(model, batch):
     global steps
     steps += 1
     loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-    if len(batch[0]) == 11 and distributed.get_rank() == 1:
+    if len(batch[0]) == 13 and distributed.get_rank() == 1:
         time.sleep(0.05)
     if steps == 4 and distributed.is_initialized() and distributed.get_rank() == 1:
         pathlib.Path(__file__).with_name("began").write_text(str(time.monotonic()))
@@ -149,8 +149,9 @@ def test_ranks_measure_together(runner: LocalRunner, parallel: str) -> None:
 
 
 def test_what_ranks_wait_for_the_slowest_is_a_phase(runner: LocalRunner) -> None:
-    measured = runner.probe(complete(11), SETTINGS.replace(world=runner.world)).measurement
-    assert measured is not None
+    outcome = runner.probe(complete(13), SETTINGS.replace(world=runner.world))
+    measured = outcome.measurement
+    assert measured is not None, outcome
     first_s, last_s = measured.waits_s
     assert first_s - last_s == pytest.approx(measured.phases_s["imbalance"])
     assert first_s > last_s
