@@ -120,12 +120,15 @@ def search_on_each(
         )
     asked = SearchOptions.of(options, total_bytes=_total_bytes)
     on_cpu = not open_device(asked.device).capabilities.own_processors
+    devices = {size: f"cpu:{size}" if on_cpu and size > 1 else str(size) for size in sizes}
+    for named in devices.values():
+        name_devices(named, asked.device)  # refuses what does not exist before anything takes minutes
     found: list[OnDevices] = []
     failed: dict[int, str] = {}
     for size in sizes:
         own = replace(
             asked,
-            devices=f"cpu:{size}" if on_cpu and size > 1 else str(size),
+            devices=devices[size],
             budget_s=asked.budget_s / len(sizes),
             study=f"{asked.study} on {size}" if asked.study and size > 1 else asked.study,
         )
