@@ -120,12 +120,15 @@ def search_on_each(
         )
     asked = SearchOptions.of(options, total_bytes=_total_bytes)
     on_cpu = not open_device(asked.device).capabilities.own_processors
+    devices = {size: f"cpu:{size}" if on_cpu and size > 1 else str(size) for size in sizes}
+    for named in devices.values():
+        name_devices(named, asked.device)  # refuses what does not exist before anything takes minutes
     found: list[OnDevices] = []
     failed: dict[int, str] = {}
     for size in sizes:
         own = replace(
             asked,
-            devices=f"cpu:{size}" if on_cpu and size > 1 else str(size),
+            devices=devices[size],
             budget_s=asked.budget_s / len(sizes),
             study=f"{asked.study} on {size}" if asked.study and size > 1 else asked.study,
         )
@@ -322,11 +325,10 @@ def predict(
             anything was traced, or where the host's memory ran out.
     """
     started = time.monotonic()
-    asked, info = _of_a_target(PredictOptions, options, config)
-    world = _asked_world(asked)
+    asked, info, device, world = _of_a_target(PredictOptions, options, config)
     ends = started + asked.timeout_s
     source = TaskSource.of(task).with_global_batch(asked.global_batch)
-    with _tracing(source, asked.device if asked.gpu is None else "cpu", logs, asked.timeout_s) as runner:
+    with _tracing(source, device, logs, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner, world)
         calibration, _ = calibrate_device(runner, info, logs) if asked.gpu is None else (NOT_MEASURED, "")
         job = InspectJob(
@@ -387,15 +389,14 @@ def explain(
     Raises:
         AutotuneError: as `probe` does.
     """
-    asked, info = _of_a_target(ExplainOptions, options, config)
-    source, world = TaskSource.of(task).with_global_batch(asked.global_batch), _asked_world(asked)
+    asked, info, device, world = _of_a_target(ExplainOptions, options, config)
+    source = TaskSource.of(task).with_global_batch(asked.global_batch)
     limit, settings = asked.memory_limit_bytes or _free_bytes(info, world), None
     runs = asked.gpu is None and world.size == 1  # modules are timed in one process
     if runs:
-        trainer: Runner = LocalRunner(source, device=asked.device, logs=logs / f"{source.name}.logs")
+        trainer: Runner = LocalRunner(source, device=device, logs=logs / f"{source.name}.logs")
         settings = ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
     else:
-        device = "cpu" if asked.gpu is not None else name_devices(asked.devices, asked.device)[0]
         trainer = _tracing(source, device, logs, sweeping.INSPECT_TIMEOUT_S)
     with trainer as runner:
         complete = None if config is None else _complete(config, runner, world)
@@ -425,13 +426,26 @@ def explain(
 
 def _of_a_target(
     kind: type[Asked], options: Mapping[str, Any], config: Mapping[str, Choice] | None
-) -> tuple[Asked, DeviceInfo]:
-    """The options of a prediction or an explanation, and the device that it is for. A typo in `config` is refused, too."""
-    gpu, device = options.get("gpu"), str(options.get("device", "auto"))
+) -> tuple[Asked, DeviceInfo, str, World]:
+    """The options of a prediction or an explanation, the device that it is for, what traces, and the processes that train together.
+
+    Each process has a device of its own. The first stands for all, with the least free memory of any; those of another machine are
+    counted alone. A typo in `config` is refused, too.
+    """
+    gpu, device, devices = (
+        options.get("gpu"),
+        str(options.get("device", "auto")),
+        str(options.get("devices", ONE_DEVICE)),
+    )
     if gpu is None:
-        info = open_device(device).info()
+        names = name_devices(devices, device)
+        found = [open_device(name).info() for name in dict.fromkeys(names)]
+        info = replace(found[0], free_bytes=min(one.free_bytes for one in found))
+        device, world = names[0], World(size=len(names))
     elif device != "auto":
         raise ConfigError(f"--gpu {gpu} and --device {device} contradict each other; leave one of them out")
+    elif not re.fullmatch(r"[1-9]\d*", devices):
+        raise ConfigError(f"--devices {devices} names devices of this machine; give the number of --gpu {gpu}")
     else:
         card = card_of(gpu)
         info = DeviceInfo(
@@ -442,20 +456,10 @@ def _of_a_target(
             capability=card.capability,
             num_multiprocessors=card.num_multiprocessors,
         )
+        device, world = "cpu", World(size=int(devices))
     asked = kind.of(options, total_bytes=lambda device: info.total_bytes)
     find_techniques().complete(config or {})  # refuses a typo before anything takes seconds
-    return asked, info
-
-
-def _asked_world(asked: PredictOptions | ExplainOptions) -> World:
-    """The processes that are to train together, each on a device of its own; those of another machine are counted alone."""
-    if asked.gpu is None:
-        return World(size=len(name_devices(asked.devices, asked.device)))
-    if not re.fullmatch(r"[1-9]\d*", asked.devices):
-        raise ConfigError(
-            f"--devices {asked.devices} names devices of this machine; give the number of --gpu {asked.gpu}"
-        )
-    return World(size=int(asked.devices))
+    return asked, info, device, world
 
 
 def _free_bytes(info: DeviceInfo, world: World) -> int:

@@ -144,19 +144,22 @@ class Space:
 
     def tracing(self) -> Iterator[Config]:
         """Configs whose traces cover the space: the baseline, each combination of the techniques that shape what is trained, a
-        micro batch, or an update, and each batch size. Choices that cannot be traced are left out.
+        micro batch, or an update, and each batch size. Choices that cannot be traced are left out, and what no way to spread a
+        model allows. Other clashes stay: the baseline fills what a combination does not name, and other configs need not have that.
         """
         yield self.baseline
         known = self.techniques.items()
+        spreading = [technique for technique in self._switched if technique.phase is Phase.SPREAD]
         trained = [name for name, technique in known if technique.phase is Phase.TASK]
         of_micro_batch = [n for n, technique in known if any(map(technique.shapes_micro_batch, self.choices[n]))]
         of_update = [n for n, technique in known if any(map(technique.shapes_update, self.choices[n]))]
         for names in (trained, of_micro_batch, of_update, [BATCH_SIZE]):
             traced = ([c for c in self.choices[name] if not self.why_untraced(name, c)] for name in names)
             for values in itertools.product(*traced):
-                config = self.complete(dict(zip(names, values, strict=True)))
-                if not any(self._is_redundant(technique, config) for technique in self._switched):
-                    yield config
+                combined = dict(zip(names, values, strict=True))
+                alone = self.techniques.complete(combined)
+                if not any(self._is_redundant(technique, alone) for technique in spreading):
+                    yield self.complete(combined)
 
     def why_untraced(self, name: str, choice: Choice) -> str:
         """Why the memory of configs with this choice is learned from probes alone; empty where it is traced."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.prediction.traces import plan_traces
 from autotune.records.config import World
 from autotune.records.inspection import BatchSupport, Support
 from autotune.space import SpaceExhausted, build_space
@@ -222,6 +223,23 @@ def test_what_cannot_be_traced_is_left_out_of_it():
     space = space_of(support=support)
     assert {config["amp"] for config in space.tracing()} == {"off", "bf16"}
     assert space.why_untraced("amp", "fp16") == "emulated"
+
+
+@pytest.mark.parametrize("fix", [{}, {"prefetch_factor": 4}])
+def test_the_passes_of_every_config_are_traced(fix: dict[str, int]) -> None:
+    """Also those that clash with the baseline, which accumulates and loads without workers."""
+    support = support_with(
+        optimizer_in_backward=Support(choices=(False, True)),
+        num_workers=Support(choices=(0, 2)),
+        prefetch_factor=Support(choices=(2, 4)),
+    )
+    baseline = techniques.complete({"batch_size": 12}, global_batch=96).as_dict()
+    space = space_of(support=support, baseline=baseline, fix=fix)
+    plan = plan_traces(space.tracing(), techniques)
+    configs = list(space)
+    assert len(configs) > 100 and baseline["accumulation_steps"] == 8
+    assert {techniques.micro_batch_group(config) for config in configs} <= {*plan.models}
+    assert {techniques.update_group(config) for config in configs} <= {*plan.updates}
 
 
 def test_a_baseline_that_is_halved_takes_the_space_with_it():

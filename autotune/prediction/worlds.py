@@ -130,8 +130,10 @@ class Copies(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Gradients stay where they are."""
         self._synchronizes = False
-        yield
-        self._synchronizes = True
+        try:
+            yield
+        finally:
+            self._synchronizes = True
 
     def regroup(self) -> None:
         """Make the buckets anew, in the order in which gradients came."""

@@ -96,8 +96,7 @@ def _time(explanation: Explanation) -> Section:
     speed = f"{rate(measured.samples_per_s)} samples/s, {format_seconds(measured.step_s)} a step, {format_bytes(measured.peak_bytes)}"
     blocks = [table((">time", ">share", ""), rows)]
     untimed = [Paragraph(Span(f"Not by module: {explanation.untimed}.", Tone.NOTE))] if explanation.untimed else []
-    unequal = [Paragraph(f"{measured.unequal}.".capitalize())] if measured.unequal else []
-    return Section("Time", (*blocks, *unequal, *untimed), f"a short real run: {speed}")
+    return Section("Time", (*blocks, *untimed), f"a short real run: {speed}")
 
 
 def _modules(explanation: Explanation) -> Iterator[Section]:

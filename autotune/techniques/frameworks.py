@@ -135,7 +135,8 @@ class Option(Words):
 
     def read(self, arguments: Mapping[str, Any]) -> Choice | None:
         group, _, name = self.name.rpartition(".")
-        value: Choice | None = ((arguments.get(group) or {}) if group else arguments).get(name)
+        found = arguments.get(group) if group else arguments
+        value: Choice | None = found.get(name) if isinstance(found, Mapping) else None  # `strategy` may be a name
         return value
 
 

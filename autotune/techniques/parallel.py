@@ -95,7 +95,8 @@ class Parallel(SpreadTechnique):
 
     def read(self, framework: str, arguments: Mapping[str, Any], choices: Sequence[Choice] = ()) -> Choice | None:
         found = super().read(framework, arguments, choices)
-        size = arguments.get(_GROUPS, {}).get(_SIZE) if framework == ACCELERATE else None
+        groups = arguments.get(_GROUPS)
+        size = groups.get(_SIZE) if framework == ACCELERATE and isinstance(groups, Mapping) else None
         return f"hsdp:{size}" if found == FSDP and size else found
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
