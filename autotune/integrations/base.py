@@ -24,6 +24,7 @@ from autotune.records.result import Result
 from autotune.report.figures import said_of
 from autotune.report.live import listeners_of
 from autotune.task import Task
+from autotune.task.loading import runs_model_file
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import BATCH
 from autotune.tuning.events import Listener, Listeners
@@ -98,6 +99,11 @@ def name_of(device: torch.device) -> str:
     """The name of a device that a framework trains on: some number the CPU by processes."""
     known = TYPES.get(device.type)
     return device.type if known is not None and not known.capabilities.own_processors else str(device)
+
+
+def batch_of_all(samples: int) -> int:
+    """The samples of an optimizer step over all processes: a launched script says one process's, a model file those of all."""
+    return samples if runs_model_file() else samples * launched_world().size
 
 
 def read(

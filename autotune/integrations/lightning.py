@@ -29,7 +29,7 @@ from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.base import arguments
 from autotune.group import launched_world
-from autotune.integrations.base import LiveModel, name_of, read, require_said, search, words_of_changes
+from autotune.integrations.base import LiveModel, batch_of_all, name_of, read, require_said, search, words_of_changes
 from autotune.integrations.loops import baseline_of, data_of
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
@@ -137,12 +137,11 @@ def task_of(
     given = {"precision": "32-true"} if trainer is None else {name: getattr(trainer, name) for name in _READ}
     data = data_of(loader)
     baseline = {**read(LIGHTNING, given), **baseline_of(loader)}
-    plan = int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))
     return Task(
         build_model=LiveModule(module, _stand_in(trainer, loader)).build_model,
         **data,
         baseline=baseline,
-        global_batch=plan * launched_world().size,
+        global_batch=batch_of_all(int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))),
         max_grad_norm=_clipping(module, trainer),
         name=type(module).__name__,
     )

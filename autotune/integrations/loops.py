@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune.errors import TaskError
-from autotune.group import host_or, launched_world
+from autotune.group import host_or
 from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
-from autotune.integrations.base import LiveModel, find_changes, name_of, read, search, words_of_changes
+from autotune.integrations.base import LiveModel, batch_of_all, find_changes, name_of, read, search, words_of_changes
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.session import Ready, prepare
@@ -254,7 +254,7 @@ def task_of(
         "configure_optimizers": None if optimizer is None else live.configure_optimizers,
         **data,
         "baseline": baseline,
-        "global_batch": int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1)) * launched_world().size,
+        "global_batch": batch_of_all(int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))),
         "name": type(model).__name__,
     }
     return Task(**{**made, **fields})

@@ -23,9 +23,17 @@ from transformers import Trainer, TrainerCallback
 
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
-from autotune.group import launched_world
 from autotune.integrations.accelerate import choices_of_shards
-from autotune.integrations.base import LiveModel, name_of, plain, read, search, techniques_saying, words_of_changes
+from autotune.integrations.base import (
+    LiveModel,
+    batch_of_all,
+    name_of,
+    plain,
+    read,
+    search,
+    techniques_saying,
+    words_of_changes,
+)
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
@@ -97,7 +105,7 @@ def task_of(trainer: Trainer) -> Task:
         train_dataset=live.train_dataset,
         collate_fn=live.collate_fn,
         max_grad_norm=args.max_grad_norm or None,
-        global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * launched_world().size,
+        global_batch=batch_of_all(args.per_device_train_batch_size * args.gradient_accumulation_steps),
         name=type(trainer.model).__name__,
         fixed_accumulation=_scaled_by_accumulating(trainer),
         warnings=tuple(_left_out(trainer)),

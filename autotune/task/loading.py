@@ -35,6 +35,7 @@ from autotune.task.usercode import user_code, user_frames
 
 _NAMES = (*SIGNATURES, *CONSTANTS)
 _SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole
+_running: list[Path] = []  # model files that are being executed
 _MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one of ours
 
 
@@ -106,6 +107,11 @@ class _ModelLoader(importlib.machinery.SourceFileLoader):
         return code
 
 
+def runs_model_file() -> bool:
+    """Whether a model file is being executed: what it says of a batch is of all processes together, as `GLOBAL_BATCH` is."""
+    return bool(_running)
+
+
 def _run(path: Path) -> ModuleType:
     folder = path.resolve().parent
     _forget_siblings(folder)
@@ -118,6 +124,7 @@ def _run(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     arguments, sys.argv = sys.argv, [str(path)]  # a parser at the top of the file must not read ours
     sys.modules[name] = module
+    _running.append(path)
     try:
         with user_code(f"importing {path.name}", "correct it, and keep what trains under `if __name__ == '__main__':`"):
             spec.loader.exec_module(module)
@@ -127,6 +134,7 @@ def _run(path: Path) -> ModuleType:
             raise TaskError(f"importing {path.name}: {error}", frames=user_frames(error)) from None
         raise
     finally:
+        _running.pop()
         sys.argv = arguments
     return module
 

@@ -19,7 +19,7 @@ from autotune.devices import linux
 from autotune.errors import TaskError
 from autotune.runners.local import LocalRunner
 from autotune.session import prepare
-from autotune.task.loading import load_source
+from autotune.task.loading import load_source, load_task
 from autotune.task.source import TaskSource
 from autotune.units import GIB
 
@@ -202,6 +202,20 @@ def test_a_loader_says_the_baseline(tmp_path: Path) -> None:
     assert task.baseline is not None and task.global_batch == 48
     expected = {"batch_size": 16, "accumulation_steps": 3, "num_workers": 2, "prefetch_factor": 4, "amp": "bf16"}
     assert expected.items() <= task.baseline.items()
+
+
+def test_a_loaders_batch_is_one_process_of_a_script_and_all_of_a_model_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "model.py").write_text(
+        "from torch.utils.data import DataLoader\nimport autotune\n"
+        "from tests.integrations.test_base import dataset, net\n"
+        "task = autotune.Task.from_loader(net(), DataLoader(dataset(), batch_size=8))\n"
+    )
+    assert autotune.Task.from_loader(net(), DataLoader(dataset(), batch_size=8)).global_batch == 16
+    assert load_task(f"{tmp_path / 'model.py'}:task").global_batch == 8
 
 
 def test_what_no_task_can_be_made_of_is_refused_with_the_next_step() -> None:
