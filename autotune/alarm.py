@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import torch
 from torch import distributed
 
 from autotune.devices import Device
 from autotune.devices.torch_errors import attempted_bytes
-from autotune.errors import AutotuneError, PeerError, in_one_line, tells_of_lost_peer
+from autotune.errors import PeerError, in_one_line, tells_of_lost_peer
 from autotune.records.config import World
 from autotune.units import format_bytes
 
@@ -30,11 +31,9 @@ _numbers = itertools.count()  # of the alarms of this process: all processes of 
 class Alarm:
     """Around what the processes of a world do together: where one raises, all do.
 
-    A key of the group's store holds what happened. A thread of each process looks for it, and ends the group there: that ends a
-    wait for NCCL. Gloo cannot be ended so, and a group dropped by a thread may hang its process: there a wait ends with the
+    A key of the group's store holds what happened. A thread of each process looks for it, and ends NCCL's communicators there, and
+    with them a wait. Gloo cannot be ended so, and a group dropped by a thread may hang its process: there a wait ends with the
     process that failed.
-
-    What autotune itself raises for the user to read is told to nobody: it arises in all of them.
     """
 
     def __init__(self, world: World, device: Device) -> None:
@@ -42,7 +41,9 @@ class Alarm:
         self._store: Any = distributed.distributed_c10d._get_default_store()
         self._key = f"autotune/failed/{next(_numbers)}"
         ended = threading.Event()
-        thread = threading.Thread(target=_listen, args=(self._store, self._key, ended), daemon=True)
+        thread = threading.Thread(
+            target=_listen, args=(self._store, self._key, ended, device.torch_device), daemon=True
+        )
         thread.start()
         weakref.finalize(self, _end, ended, thread)  # at exit, too: the interpreter must not find it in the store
 
@@ -56,7 +57,7 @@ class Alarm:
         """
         try:
             yield
-        except AutotuneError:
+        except PeerError:
             raise
         except Exception as error:
             ran_out = self._device.is_out_of_memory(error)  # so may a communicator
@@ -89,15 +90,29 @@ def _heard(key: str) -> str:
     return f"{key}/heard"
 
 
-def _listen(store: Any, key: str, ended: threading.Event) -> None:
-    """Wait for the alarm, and end the group of this process. It holds nothing of the session."""
+def _listen(store: Any, key: str, ended: threading.Event, device: torch.device) -> None:
+    """Wait for the alarm, and end what this process waits for. It holds nothing of the session."""
     with suppress(RuntimeError):  # the store is gone with the process that kept it, which others will see
         while not ended.wait(LOOK_EVERY_S):
             if store.check([key]):
                 store.add(_heard(key), 1)
-                if distributed.is_initialized() and "gloo" not in distributed.get_backend_config():
-                    distributed.distributed_c10d._abort_process_group()
+                _abort_nccl(device)
                 return
+
+
+def _abort_nccl(device: torch.device) -> None:
+    """End what waits on the device in any group, where NCCL does. A group for the host, too, keeps its gloo."""
+    if not distributed.is_nccl_available():
+        return
+    found = []
+    for group in [*distributed.distributed_c10d._world.pg_map]:
+        with suppress(RuntimeError):  # it has no backend for the device
+            found.append(group._get_backend(device))
+    if backends := [backend for backend in found if isinstance(backend, distributed.ProcessGroupNCCL)]:
+        backends[0]._group_start()  # one by one they could wait for each other
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
 
 
 def _end(ended: threading.Event, thread: threading.Thread) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.data import DistributedSampler
 
 from autotune.alarm import Alarm
@@ -467,7 +468,7 @@ def prepare(
         build.optimizer = change(build.optimizer)
     _apply(build, techniques, Phase.LOADER)
     if world.size > 1:
-        build.task.dataset()  # the same in all of them, also where it draws random numbers
+        build.task.dataset()  # with the numbers that all of them draw
         seed_everything(torch.initial_seed() + world.rank)  # from here on each draws batches and masks of its own
     if on_oom == RAISE:
         return Session(build)
@@ -486,6 +487,9 @@ def _spread_out(build: Build, techniques: Techniques) -> None:
             "the task's own step is run as it is, and gradients of several processes are averaged inside it"
         )
     join(build.world, build.device.torch_device)
+    with unset_fake_temporarily():  # of a trace: seeds are values
+        seed = Together(build.world, build.device.torch_device).largest(torch.initial_seed())
+    seed_everything(int(seed))  # a dataset that draws random numbers draws the same in all of them
     start_equal(build.model)
     _apply(build, techniques, Phase.SPREAD)
     if build.spread is None:

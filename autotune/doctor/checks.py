@@ -139,7 +139,7 @@ def run_together(devices: Sequence[str]) -> Facts:
                 if "failure" in found[rank]:
                     return {"failure": f"rank {rank} on {devices[rank]}: {found[rank]['failure']}"}
     if len(found) < len(devices):
-        return {"failure": f"the devices did not come together within {format_seconds(GROUP_TIMEOUT_S)}"}
+        return {"failure": f"the devices did not finish within {format_seconds(GROUP_TIMEOUT_S)}"}
     return {"devices": [*devices], "ranks": [found[rank] for rank in range(len(devices))]}
 
 

@@ -167,7 +167,7 @@ def search(
             "on as many as it is to have: torchrun --nproc-per-node 2, say"
         )
     options = {"frameworks": tuple(frameworks), **options}
-    has_own = "runner" in options
+    has_own = options.get("runner") is not None
     if world.size == 1:
         return _search(task, options if has_own else {"device": device, **options}, listeners)
     kept = [name for name, each in find_techniques().items() if each.phase is Phase.SPREAD]

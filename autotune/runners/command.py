@@ -247,7 +247,7 @@ class CommandRunner(LocalRunner):
         world = found.known_world  # unknown where memory ran out before any step
         baseline = self._baseline_in(world)
         unseen = [_LOSS_NOT_SEEN] if self._command.has(BATCH_SIZE) else []
-        if self.world.size > 1 and world != self.world:
+        if self.world.size > 1 and found.world is not None and world.size != self.world.size:
             unseen.append(
                 f"{world.size} of the command's processes train together, and there are {self.world.size} devices: expected one "
                 "on each; the memory of a device without one is not seen"

@@ -159,13 +159,15 @@ def test_what_happens_to_one_card_ends_all_and_leaves_nothing_on_any(tmp_path: P
 
 
 TRAIN = """
-import sys, torch
-from torch import distributed, nn
+import pathlib, sys, torch
+from torch import nn
+from autotune.group import join
+from autotune.records.config import World
 from autotune.session import prepare
 from autotune.task import Task
 
 rank = int(sys.argv[1])
-distributed.init_process_group("nccl", store=distributed.FileStore("store", 2), rank=rank, world_size=2)
+join(World(size=2, rank=rank), torch.device("cuda", rank), pathlib.Path("store"))
 
 
 def training_step(model, batch):

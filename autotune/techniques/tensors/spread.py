@@ -36,7 +36,10 @@ def start_equal(model: nn.Module) -> None:
     """Give every process the parameters and buffers of the first."""
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
-            distributed.broadcast(tensor.detach(), 0)
+            # one element stands for all of a dimension without a stride; the group takes dense tensors alone
+            own = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+            distributed.broadcast(dense := own.contiguous(), 0)
+            own.copy_(dense)
 
 
 def copies_of(build: Build) -> Spread:
