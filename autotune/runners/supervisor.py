@@ -31,7 +31,7 @@ from autotune.runners.ranks import answer_file, group_file, question_file, rank_
 _PR_SET_CHILD_SUBREAPER = 36
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
-_ANSWER_S = 2.5  # for all ranks to tell where they are; one that hangs may give no answer
+_ANSWER_S = 2.0  # for all ranks to tell where they are; one that hangs may give no answer
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 

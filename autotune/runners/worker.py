@@ -373,8 +373,8 @@ def _join_others(arguments: dict[str, Any], device: Device, settings: ProbeSetti
     """Make this process one of its world's group, where it has one."""
     from autotune.group import join
 
-    if settings.world.size > 1:
-        join(settings.world, device.torch_device, Path(arguments["group"]), settings.timeout_s)
+    if settings.world.size > 1:  # the supervisor ends a wait first, and asks who is waited for
+        join(settings.world, device.torch_device, Path(arguments["group"]), 2 * settings.timeout_s)
 
 
 def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
