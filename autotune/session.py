@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.data import DistributedSampler
 
 from autotune.alarm import Alarm
@@ -486,6 +485,8 @@ def _spread_out(build: Build, techniques: Techniques) -> None:
         raise UnsupportedError(
             "the task's own step is run as it is, and gradients of several processes are averaged inside it"
         )
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     join(build.world, build.device.torch_device)
     with unset_fake_temporarily():  # of a trace: seeds are values
         seed = Together(build.world, build.device.torch_device).largest(torch.initial_seed())

@@ -1,5 +1,6 @@
 import copy
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,6 +298,7 @@ def test_a_model_is_spread_once_it_is_changed_and_before_it_has_an_optimizer(mon
     )
     monkeypatch.setattr("autotune.session.join", lambda *_: None)
     monkeypatch.setattr("autotune.session.start_equal", lambda *_: None)
+    monkeypatch.setattr("autotune.session.Together", lambda *_: SimpleNamespace(largest=lambda value: value))
     monkeypatch.setattr("autotune.session.copies_of", lambda build: None)
     prepare(task_of(), {}, device="cpu", world=World(size=2), on_oom="raise")
     phases = [phase for phase, _, _ in seen]
