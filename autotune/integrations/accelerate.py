@@ -133,10 +133,7 @@ def choices_of_accelerator() -> dict[str, Choice]:
         return {}
     spread = state.distributed_type.value
     if spread not in ("NO", "FSDP") and not spread.startswith("MULTI_"):
-        raise TaskError(
-            f"the Accelerator trains with {spread}, which probes do not; tune the script with FSDP, or with copies of the model "
-            "(`accelerate launch --multi_gpu`)"
-        )
+        raise _not_in_probes(spread)
     if state.num_processes != (size := launched_world().size):
         raise TaskError(
             f"{size} processes were launched, and the Accelerator of each trains among {state.num_processes}; on the CPU they train "
@@ -144,6 +141,13 @@ def choices_of_accelerator() -> dict[str, Choice]:
         )
     backend = getattr(state.dynamo_plugin, "backend", None)
     return _read({_PRECISION: state.mixed_precision, "dynamo_backend": backend and backend.value})
+
+
+def _not_in_probes(spread: str) -> TaskError:
+    return TaskError(
+        f"the Accelerator trains with {spread}, which probes do not; tune the script with FSDP, or with copies of the model "
+        "(`accelerate launch --multi_gpu`)"
+    )
 
 
 def device_of_this_process() -> str | None:
@@ -163,11 +167,19 @@ def _state() -> Any:
 
 def choices_of_launcher() -> dict[str, Choice]:
     """What `accelerate launch` hands over to the `Accelerator` of this process."""
+    for spread in ("DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{spread}", "").lower() == "true":
+            raise _not_in_probes(spread)
     return _read({name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in (_PRECISION, "dynamo_backend")})
 
 
 def _plugin() -> Any:
-    """By which Accelerate shards in this process, or will as the launcher says: its settings of FSDP; None where it does not."""
+    """By which Accelerate shards in this process, or will as the launcher says: its settings of FSDP; None where it does not.
+
+    One process shards nothing: what is left of FSDP there is its precision, which is read as any.
+    """
+    if launched_world().size == 1:
+        return None
     if (state := _state()) is not None:
         return state.fsdp_plugin if state.distributed_type.value == "FSDP" else None
     if (

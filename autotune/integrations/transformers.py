@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
+from autotune.group import launched_world
 from autotune.integrations.accelerate import choices_of_shards
 from autotune.integrations.base import (
     LiveModel,
@@ -80,7 +81,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
     if _own_optimizer(trainer):  # which `optim` does not choose
         said_of_others = [technique.name for technique in find_techniques().values() if technique.said_of]
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
-    if trainer.is_fsdp_enabled:  # which is given the precision
+    if _shards(trainer):  # which is given the precision
         options["exclude"] = (*options.get("exclude", ()), *techniques_saying(TRANSFORMERS, "bf16"))
     result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
@@ -112,10 +113,15 @@ def task_of(trainer: Trainer) -> Task:
     )
     baseline = read(TRANSFORMERS, given, task, trainer.model)
     plan = {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
-    if trainer.is_fsdp_enabled:
+    if _shards(trainer):
         state = trainer.accelerator.state
         baseline |= choices_of_shards(state.fsdp_plugin, {"mixed_precision": state.mixed_precision})
     return replace(task, baseline={**baseline, **plan})
+
+
+def _shards(trainer: Trainer) -> bool:
+    """Whether it shards over several processes."""
+    return bool(trainer.is_fsdp_enabled) and launched_world().size > 1
 
 
 class LiveTrainer:
