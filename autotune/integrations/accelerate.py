@@ -168,9 +168,14 @@ def _state() -> Any:
 def choices_of_launcher() -> dict[str, Choice]:
     """What `accelerate launch` hands over to the `Accelerator` of this process."""
     for spread in ("DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{spread}", "").lower() == "true":
+        if _is_set(f"USE_{spread}"):
             raise _not_in_probes(spread)
     return _read({name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in (_PRECISION, "dynamo_backend")})
+
+
+def _is_set(name: str) -> bool:
+    """Whether the launcher has switched something on."""
+    return os.environ.get(f"ACCELERATE_{name}", "").lower() == "true"
 
 
 def _plugin() -> Any:
@@ -182,9 +187,7 @@ def _plugin() -> Any:
         return None
     if (state := _state()) is not None:
         return state.fsdp_plugin if state.distributed_type.value == "FSDP" else None
-    if (
-        os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or not torch.cuda.is_available()
-    ):  # a CPU trains copies
+    if not (_is_set("USE_FSDP") and torch.cuda.is_available()):  # a CPU trains copies
         return None
     from accelerate import FullyShardedDataParallelPlugin
 

@@ -314,8 +314,8 @@ class Run:
         If none of them has a label that counts, their loss is NaN, the mean over nothing. A whole step would leave such micro
         batches out, so here they take time and memory but add no loss or gradient.
         """
-        counts = self.session.config.accumulation_steps == 1 or any(map(self.session.task.weight, batch, batch.sizes))
-        if self._together.largest(counts):  # in any process
+        is_whole, weight = self.session.config.accumulation_steps == 1, self.session.task.weight
+        if is_whole or self._together.largest(any(map(weight, batch, batch.sizes))):  # in any process
             self._accumulate(batch)
             return
         self.session.accumulate(batch)

@@ -342,11 +342,16 @@ def show() -> None:
 
 def _sum_up(name: str, errors: list[tuple[float, float, float]]) -> None:
     for what, found in zip(("predicted", "explained", "requested"), zip(*errors, strict=True), strict=True):
-        sizes = sorted(map(abs, found))
-        print(
-            f"{name}, {len(found)} rows, {what}: median {sizes[len(sizes) // 2]:.2%}, 95 % within "
-            f"{sizes[int(0.95 * len(sizes))]:.2%}, from {min(found):+.2%} to {max(found):+.2%}"
-        )
+        sum_up(name, what, found)
+
+
+def sum_up(name: str, what: str, errors: Sequence[float]) -> None:
+    """Print what relative errors of one kind come to."""
+    sizes = sorted(map(abs, errors))
+    print(
+        f"{name}, {len(errors)} rows, {what}: median {sizes[len(sizes) // 2]:.2%}, 95 % within "
+        f"{sizes[int(0.95 * len(sizes))]:.2%}, from {min(errors):+.2%} to {max(errors):+.2%}"
+    )
 
 
 if __name__ == "__main__":

@@ -150,11 +150,7 @@ def show() -> None:
                 errors.append(found / row.reserved_bytes - 1)
                 told = f"{row.reserved_bytes / MIB:6.0f} MiB, predicted {errors[-1]:+.1%}"
                 print(f"{model:7} {size} {json.dumps(row.config):90} {told}", flush=True)
-    sizes = sorted(map(abs, errors))
-    print(
-        f"{len(errors)} rows: median {sizes[len(sizes) // 2]:.2%}, 95 % within {sizes[int(0.95 * len(sizes))]:.2%}, "
-        f"from {min(errors):+.2%} to {max(errors):+.2%}"
-    )
+    reserved.sum_up("all", "predicted", errors)
 
 
 if __name__ == "__main__":

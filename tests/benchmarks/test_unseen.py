@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import autotune
+from tests.new_threads import count_new_threads
 
 UNSEEN = Path(__file__).parent / "unseen"
 PACKAGE = Path(autotune.__file__).parent
 NAMES = ("cell_vae", "click_cross", "demand_lstm", "scan_unet", "speech_ctc", "tile_resnet")
-COUNT_NEW_THREADS = """
-import os, runpy, sys
-import torch
-for path in sys.argv[1:]:
-    if not os.fork():
-        before = len(os.listdir("/proc/self/task"))
-        runpy.run_path(path)
-        os._exit(len(os.listdir("/proc/self/task")) - before)
-    assert os.wait()[1] == 0, path
-"""
 
 
 def losses_of_one_step(name: str) -> tuple[float, float]:
@@ -55,9 +43,7 @@ def test_a_step_is_finite_changes_the_loss_and_is_the_same_again(name: str) -> N
 
 
 def test_importing_a_task_starts_no_threads() -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COUNT_NEW_THREADS, *(str(UNSEEN / name / "model.py") for name in NAMES)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = count_new_threads(UNSEEN / name / "model.py" for name in NAMES)
     assert done.returncode == 0, done.stderr
 
 
