@@ -134,6 +134,7 @@ if __name__ == "__main__":
             print(f"step {number}: {loss}")
     distributed.destroy_process_group()
 """
+_ONE_SEED = "seed_everything(max(gather(torch.initial_seed() % 2**53)))"
 _OWN_SEED = "seed_everything(torch.initial_seed() + RANK)"
 _NUM_STEPS = 100
 _OF_PLACES = re.compile(r"\{(places|modules)\}")
@@ -231,8 +232,8 @@ class _Script:
             lines[1:] = [
                 f"Start it in the folder of the search: torchrun --nproc-per-node {self.num_processes} THIS_FILE. "
                 "`step`, at its end, takes an optimizer step over all processes.",
-                "Once model and dataset are built, each process goes on from torch's seed plus its own number. It ends after "
-                f"{self._end()}.",
+                "Once the model is built, all processes seed with the largest of their seeds, and once the dataset is, each with "
+                f"that plus its own number. It ends after {self._end()}.",
             ]
         if "configure_optimizers" in self.parts and "train_step" not in self.parts:
             lines.append("It steps no learning-rate scheduler, even if `configure_optimizers` returns one.")
@@ -291,7 +292,7 @@ class _Script:
             yield "switch_off_caches(model)"
         yield from self.said[At.MODEL]
         if self.together:
-            yield "start_equal(model)"
+            yield from (_ONE_SEED, "start_equal(model)")
             yield from self._spread()
         if "train_step" in self.parts and "configure_optimizers" in self.parts:
             yield "optimizer = configure_optimizers(model)"
