@@ -12,11 +12,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -284,24 +286,38 @@ def recorded() -> list[Row]:
 
 
 def in_forks(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each of `works` returns, as JSON, from a process of its own that has imported what this one has, all at a time."""
-    running = []
-    for work in works:
+    """What each of `works` returns, as JSON, from a process of its own that has imported what this one has, all at a time.
+
+    Raises:
+        RuntimeError: one of them failed, and has printed why. The others, which may wait for it, are ended.
+    """
+    running: dict[Any, tuple[int, int]] = {}  # what is read from a process -> its place and its number
+    for place, work in enumerate(works):
         reading, writing = os.pipe()
         if not (pid := os.fork()):
             try:
                 with os.fdopen(writing, "w") as told:
                     json.dump(work(), told)
+                os._exit(0)
             except BaseException:
                 traceback.print_exc()
-            os._exit(0)
+            os._exit(1)
         os.close(writing)
-        running.append((pid, reading))
-    found = []
-    for pid, reading in running:
-        with os.fdopen(reading) as told:
-            found.append(told.read())
-        os.waitpid(pid, 0)
+        running[os.fdopen(reading)] = place, pid
+    found = [""] * len(works)
+    try:
+        while running:
+            for told in wait([*running]):
+                place, pid = running.pop(told)
+                with told:
+                    found[place] = told.read()
+                if os.waitpid(pid, 0)[1]:
+                    raise RuntimeError(f"process {place} of {len(works)} failed; what it printed tells why")
+    finally:
+        for told, (_, pid) in running.items():
+            told.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     return list(map(json.loads, found))
 
 
