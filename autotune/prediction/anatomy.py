@@ -143,8 +143,6 @@ class _Found:
                 self.scopes.begin(STEP, UPDATE)
                 update = run.update(batch_size) if step else run.first_update(batch_size)
                 self._take(update.purposes)
-                if not step:
-                    run.spreading.regroup()
                 for parameter, state in getattr(run.session.optimizer, "state", {}).items():
                     if id(parameter) in self.owner_of:
                         kept = [part for part in state.values() if torch.is_tensor(part)]

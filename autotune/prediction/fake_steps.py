@@ -196,7 +196,13 @@ class Run:
         if not are_aligned(alone[0], alone[-1]):  # the very first pass also made what is made once: a scale, a mask
             again = self.micro_step(ends[0], self.inputs(batches[ends[0]]))
             alone[0] = replace(again, work=alone[0].work)
-        return replace(begun, alone=tuple(alone), beside=tuple(beside), first=tuple(first) or None)
+        return replace(
+            begun,
+            alone=tuple(alone),
+            beside=tuple(beside),
+            first=tuple(first) or None,
+            regrouped=self.spreading.regrouped,
+        )
 
     def _begun(self, batch: Any) -> MicroSteps:
         """What was allocated and freed so far. In a world also by a micro batch that does what is done once there."""
@@ -214,7 +220,6 @@ class Run:
             beside=(),
             before=(*events[:end], *kept),
             spread=tuple(events[end:start]),
-            regrouped=self.spreading.regroup(),
         )
 
     def updates(self, batch_size: int, batch: Any) -> Updates:
@@ -256,6 +261,7 @@ class Run:
 
     def micro_step(self, batch_size: int, inputs: Any, *, is_last: bool = True) -> Pass:
         """A micro batch, forward and backward, the last of its step or one before it."""
+        self.spreading.regroup()
         step = StepBatch([(inputs, batch_size)])
         return self._pass(batch_size, lambda: self.session.accumulate(step, is_last=is_last))
 

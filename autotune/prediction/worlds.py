@@ -42,11 +42,13 @@ class Spreading:
     Attributes:
         copies: what stands in for DDP; None where the model is not spread so.
         num_events: before that was made.
+        regrouped: what it allocated before its second step.
     """
 
     def __init__(self, tracker: StorageTracker) -> None:
         self.copies: Copies | None = None
         self.num_events = 0
+        self.regrouped: tuple[Event, ...] = ()
         self._tracker = tracker
 
     @property
@@ -77,16 +79,15 @@ class Spreading:
 
         return run
 
-    def regroup(self) -> tuple[Event, ...]:
-        """What DDP allocates before its second step.
+    def regroup(self) -> None:
+        """What DDP does before a micro batch: after its first step it makes its buckets anew.
 
-        The buckets of the first step are not freed there: NCCL's watchdog holds them until it has seen that their sums are done, for
-        which it looks every 100 ms.
+        Those of the first step are not freed there: NCCL's watchdog holds them until it has seen that their sums are done, for which
+        it looks every 100 ms.
         """
         start = len(self._tracker.events)
-        if self.copies is not None:
-            self.copies.regroup()
-        return tuple(event for event in self._tracker.events[start:] if event.allocates)
+        if self.copies is not None and self.copies.regroup():
+            self.regrouped = tuple(event for event in self._tracker.events[start:] if event.allocates)
 
 
 class Copies(nn.Module):
@@ -135,11 +136,13 @@ class Copies(nn.Module):
         finally:
             self._synchronizes = True
 
-    def regroup(self) -> None:
-        """Make the buckets anew, in the order in which gradients came."""
-        if not self._is_grouped:
-            self._make_buckets(self._came, self._limits)
+    def regroup(self) -> bool:
+        """Make the buckets anew, in the order in which gradients came, once they have come. Returns whether it did."""
+        if self._is_grouped or not self._came:
+            return False
+        self._make_buckets(self._came, self._limits)
         self._is_grouped = True
+        return True
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter], limits: Sequence[int]) -> None:
         groups, _ = distributed._compute_bucket_assignment_by_size(  # type: ignore[attr-defined]
