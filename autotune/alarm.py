@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,9 +41,10 @@ class Alarm:
         self._world, self._device = world, device
         self._store: Any = distributed.distributed_c10d._get_default_store()
         self._key = f"autotune/failed/{next(_numbers)}"
+        self._heard: Future[str] = Future()  # what happened
         ended = threading.Event()
         thread = threading.Thread(
-            target=_listen, args=(self._store, self._key, ended, device.torch_device), daemon=True
+            target=_listen, args=(self._store, self._key, self._heard, ended, device.torch_device), daemon=True
         )
         thread.start()
         weakref.finalize(self, _end, ended, thread)  # at exit, too: the interpreter must not find it in the store
@@ -52,11 +54,14 @@ class Alarm:
         """Where the block raises, so do those of the others.
 
         Raises:
-            PeerError: another process has failed; it says which, and how.
+            PeerError: a process has failed; it says which, and how. A wait that NCCL's abort has ended returns as if nothing
+                had happened, so this is asked before the block and after it.
             Exception: what the block raises, with a note where the others were told.
         """
         try:
+            self._require_silence()
             yield
+            self._require_silence()
         except PeerError:
             raise
         except Exception as error:
@@ -68,6 +73,10 @@ class Alarm:
                 elif self._store.check([self._key]):
                     raise PeerError(self._store.get(self._key).decode()) from error
             raise
+
+    def _require_silence(self) -> None:
+        if self._heard.done():
+            raise PeerError(self._heard.result())
 
     def _tell(self, error: Exception, ran_out: bool) -> None:
         what, next_step = f"failed with {in_one_line(error)}", "what it printed tells more"
@@ -82,20 +91,21 @@ class Alarm:
         said = f"rank {self._world.rank} {what}, and no other process can go on without it; {next_step}"
         self._store.compare_set(self._key, "", said)
         deadline = time.monotonic() + TELL_S
-        while self._store.add(_heard(self._key), 0) < self._world.size and time.monotonic() < deadline:
+        while self._store.add(_num_heard(self._key), 0) < self._world.size and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
-def _heard(key: str) -> str:
+def _num_heard(key: str) -> str:
     return f"{key}/heard"
 
 
-def _listen(store: Any, key: str, ended: threading.Event, device: torch.device) -> None:
+def _listen(store: Any, key: str, heard: Future[str], ended: threading.Event, device: torch.device) -> None:
     """Wait for the alarm, and end what this process waits for. It holds nothing of the session."""
     with suppress(RuntimeError):  # the store is gone with the process that kept it, which others will see
         while not ended.wait(LOOK_EVERY_S):
             if store.check([key]):
-                store.add(_heard(key), 1)
+                heard.set_result(store.get(key).decode())
+                store.add(_num_heard(key), 1)
                 _abort_nccl(device)
                 return
 
