@@ -205,9 +205,8 @@ class Session:
         if is_dataset:
             options = {name: value for name, value in self._loader_options.items() if name != "sampler"}
             data = own_samples(data, self.world)
-            data = (
-                StepBatch([pair])
-                for pair in _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
+            data = _one_by_one(
+                _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
             )
         with self._shared():
             return self.evaluator.means(data)
@@ -392,6 +391,12 @@ def _micro_loader(task: Task, dataset: Any, batch_size: int, **options: Any) -> 
     """Yields batches with their numbers of samples."""
     collate = _Counted(task.collate_fn or torch.utils.data.default_collate)
     return torch.utils.data.DataLoader(dataset, batch_size=batch_size, collate_fn=collate, **options)
+
+
+def _one_by_one(loader: torch.utils.data.DataLoader[Any]) -> Iterator[StepBatch]:
+    """Each micro batch as a step batch of its own. The loader draws its seed when the first is taken, not before."""
+    for pair in loader:
+        yield StepBatch([pair])
 
 
 class _Counted:

@@ -139,14 +139,18 @@ def test_what_is_no_mean_is_refused(returned, said):
         session_of(eval_step=lambda model, batch: returned).evaluate([pairs(8)])
 
 
-def test_training_goes_on_as_if_nothing_had_been_evaluated():
+@pytest.mark.parametrize("as_dataset", [False, True])
+def test_training_goes_on_as_if_nothing_had_been_evaluated(as_dataset):
+    samples = list(zip(*pairs(24), strict=True))
+
     def run(evaluates):
         session = trained()
         session.model[1].eval()  # statistics that the user has frozen
         torch.manual_seed(1)
         for _ in range(2):
             if evaluates:
-                session.evaluate(pairs(8) for _ in range(3))
+                data = samples if as_dataset else (pairs(8) for _ in range(3))
+                session.evaluate(data, batch_size=8 if as_dataset else None)
             session.step(pairs(8))
         return [*session.model.parameters(), *session.model.buffers()], [m.training for m in session.model.modules()]
 

@@ -191,6 +191,12 @@ def test_the_process_that_searches_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_importing_it_draws_no_random_number() -> None:
+    """A script that seeds first and imports then trains on the same samples as before."""
+    code = "import random, sys; drawn = random.getstate(); import autotune.api; sys.exit(drawn != random.getstate())"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_whole_search_runs_without_torch(tmp_path: Path) -> None:
     gpt = PACKAGE.parent / "studies" / "gpt"
     options = ["--replay", str(gpt / "cpu.csv"), "--budget", "15s", "--storage", f"sqlite:///{tmp_path / 'gpt.db'}"]
