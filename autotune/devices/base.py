@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from autotune.devices import torch_errors
+from autotune.devices import linux, torch_errors
 from autotune.lazy import torch
 from autotune.records.device import DeviceInfo
 
@@ -96,6 +96,10 @@ class Device(Protocol):
 
     def telemetry(self) -> Telemetry:
         """Read the instruments now; empty where there are none."""
+
+    def near_processors(self) -> set[int]:
+        """Numbers of the host's processors that this process may run on, as far as they are nearest to the device."""
+        return linux.processors()
 
     def settle(self) -> None:
         """Wait, for a few seconds at most, until the memory of ended processes is free again.

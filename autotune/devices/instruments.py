@@ -152,6 +152,12 @@ class Instruments:
             telemetry = Telemetry(values=telemetry.values, throttle_reasons=telemetry.throttle_reasons)
         return telemetry
 
+    def near_processors(self) -> set[int]:
+        """The processors on the GPU's NUMA node that this process may run on; all of these where the node is not known."""
+        allowed, found = linux.processors(), self._found()
+        bus_id = "" if found is None else found[0].bus_id(found[1])
+        return (linux.processors_near(bus_id) & allowed if bus_id else set()) or allowed
+
     def used_bytes(self) -> int | None:
         """Memory that all processes use on the card; None if nothing can tell. Before there is a context, only NVML can."""
         if (found := self._found()) is not None and (memory := found[0].memory(found[1])) is not None:

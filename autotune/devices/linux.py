@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -234,6 +234,39 @@ def processors() -> set[int]:
     if sys.platform == "linux":
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def processors_near(bus_id: str, root: Path = ROOT) -> set[int]:
+    """Numbers of the processors on the NUMA node of a PCI device; empty where the kernel does not say.
+
+    Args:
+        bus_id: as NVML writes it, `00000000:3B:00.0`; the kernel has four digits of the domain, in lower case.
+    """
+    domain, _, place = bus_id.lower().partition(":")
+    return _numbers(read(root / f"sys/bus/pci/devices/{domain[-4:]}:{place}/local_cpulist"))
+
+
+def cores(numbers: Iterable[int], root: Path = ROOT) -> list[tuple[int, ...]]:
+    """Processors grouped by the physical core that they share, neighbours first: by NUMA node, then by socket and core."""
+    nodes = {
+        number: int(node.name.removeprefix("node"))
+        for node in (root / "sys/devices/system/node").glob("node[0-9]*")
+        for number in _numbers(read(node / "cpulist"))
+    }
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for number in sorted(numbers):
+        topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
+        socket, core = _number(topology / "physical_package_id"), _number(topology / "core_id")
+        # where the kernel does not say, each processor is a core of its own
+        key = nodes.get(number, 0), socket or 0, number if core is None else core
+        found.setdefault(key, []).append(number)
+    return [tuple(found[key]) for key in sorted(found)]
+
+
+def _numbers(ranges: str) -> set[int]:
+    """The numbers of a list such as `0-3,8`."""
+    edges = [part.partition("-") for part in ranges.split(",") if part]
+    return {number for low, _, high in edges for number in range(int(low), int(high or low) + 1)}
 
 
 class ProcessorWatch:

@@ -142,6 +142,11 @@ class Nvml:
             return f"over NVLink ({links} links)" if links else "over NVLink"
         return _PATHS.get(self._read("nvmlDeviceGetTopologyCommonAncestor", one.board, other.board), "")
 
+    def bus_id(self, gpu: Gpu) -> str:
+        """Where the GPU is on the PCI bus, `00000000:3B:00.0`; empty if unknown."""
+        found = self._read("nvmlDeviceGetPciInfo", gpu.board)
+        return "" if found is None else _text(found.busId)
+
     def power_limit_w(self, gpu: Gpu) -> float:
         """Watts that the GPU may draw; 0 if unknown."""
         return _watts(self._read("nvmlDeviceGetEnforcedPowerLimit", gpu.board)) or 0.0

@@ -37,6 +37,7 @@ class FakeGpu:
     board: FakeGpu | None = None
     num_links: int = 0
     ancestor: int | None = None
+    bus_id: str | None = None
 
 
 class FakeNvml:
@@ -121,6 +122,9 @@ class FakeNvml:
         if index >= len(gpu.instances):
             raise self.NVMLError("not found")
         return gpu.instances[index]
+
+    def nvmlDeviceGetPciInfo(self, gpu: FakeGpu) -> Any:
+        return SimpleNamespace(busId=self._supported(gpu.bus_id))
 
     def nvmlDeviceGetP2PStatus(self, one: FakeGpu, other: FakeGpu, index: int) -> int:
         return 0 if index == 2 and one.num_links and other.num_links else 5
