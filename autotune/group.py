@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import platform
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,22 +13,33 @@ from typing import Any
 import torch
 from torch import distributed
 
-from autotune.devices import capabilities_of, open_device
-from autotune.errors import ConfigError
+from autotune.devices import Device, capabilities_of, open_device
+from autotune.errors import ConfigError, DeviceError
 from autotune.records.config import ALONE, World
 
 WAIT_S = 600.0  # for a peer, as torch waits by default for NCCL
+# what processes need to find each other, beside how many they are
+_FINDING = {
+    "RANK": "which of them this one is, from 0 on",
+    "MASTER_ADDR": "the machine of rank 0, localhost where there is one machine",
+    "MASTER_PORT": "a free port there",
+}
+_numbers = itertools.count()  # of this process's meetings, which all processes of a world have in the same order
 
 
 def launched_world() -> World:
-    """The world that this process was launched into, by `torchrun` or whatever sets torch's variables; else it is alone."""
+    """The world that this process was launched into, by `torchrun` or whatever sets torch's variables; else it is alone.
+
+    Raises:
+        ConfigError: the variables say that there are several processes, and not how they find each other.
+    """
     if distributed.is_available() and distributed.is_initialized():
         return World(size=distributed.get_world_size(), rank=distributed.get_rank())
     size = int(os.environ.get("WORLD_SIZE") or 1)
-    if size > 1 and "RANK" not in os.environ:
+    if size > 1 and (missing := [f"{name} ({what})" for name, what in _FINDING.items() if name not in os.environ]):
         raise ConfigError(
-            f"WORLD_SIZE={size} says that several processes train, and RANK does not say which this one is; unset it, "
-            "or launch the script with torchrun"
+            f"WORLD_SIZE={size} says that several processes train, and the environment lacks {' and '.join(missing)}; launch the "
+            "script with torchrun, which sets them, or set them in every process, or unset WORLD_SIZE to train in this one alone"
         )
     return ALONE if size == 1 else World(size=size, rank=int(os.environ["RANK"]))
 
@@ -65,6 +79,31 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
         world_size=world.size,
         timeout=timedelta(seconds=wait_s),
     )
+
+
+def require_own_device(world: World, device: Device) -> None:
+    """Raise where processes of a launched world have taken the same GPU: NCCL would refuse it later, or hang.
+
+    They tell each other through the store by which they found each other, before the first collective.
+
+    Raises:
+        DeviceError: in all of them. It names the processes and the GPU.
+    """
+    store: Any = distributed.PrefixStore(  # type: ignore[attr-defined]
+        f"autotune/devices/{next(_numbers)}", distributed.distributed_c10d._get_default_store()
+    )
+    store.set(str(world.rank), json.dumps([platform.node(), device.hardware_id(), device.name]))
+    found = [json.loads(store.get(str(rank))) for rank in range(world.size)]
+    by_place: dict[tuple[str, str], list[int]] = {}
+    for rank, (machine, hardware_id, _) in enumerate(found):
+        by_place.setdefault((machine, hardware_id), []).append(rank)
+    for (machine, hardware_id), ranks in by_place.items():
+        if hardware_id and len(ranks) > 1:
+            raise DeviceError(
+                f"ranks {' and '.join(map(str, ranks))} have taken one GPU, {found[ranks[0]][2]} of {machine} ({hardware_id}), and each "
+                "needs its own; start as many processes as there are GPUs, and name no device, so that each takes the one of its "
+                "LOCAL_RANK"
+            )
 
 
 def num_collectives() -> int:

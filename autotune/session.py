@@ -17,7 +17,7 @@ from autotune.alarm import Alarm
 from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluator import Evaluator
-from autotune.group import Together, join, launched_device, launched_world, sum_over
+from autotune.group import Together, join, launched_device, launched_world, require_own_device, sum_over
 from autotune.randomness import seed_everything
 from autotune.records.config import Choice, Config, World
 from autotune.recovery import HALVE, RAISE, Recovery
@@ -439,8 +439,9 @@ def prepare(
 
     Raises:
         TaskError: the model file is not valid, or one of its functions returns something unsuitable.
-        ConfigError: the config is not valid, or does not keep the task's global batch.
-        DeviceError: there is no such device.
+        ConfigError: the config is not valid, or does not keep the task's global batch; the environment says that several
+            processes train, and not how they find each other.
+        DeviceError: there is no such device, or another process of the launched world has taken it.
         UnsupportedError: a technique cannot be applied to this model on this device.
     """
     task = task if isinstance(task, Task) else load_task(task)
@@ -449,6 +450,7 @@ def prepare(
     if not isinstance(config, Config | Mapping):
         raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
     techniques = find_techniques()
+    is_launched = world is None
     world = launched_world() if world is None else world
     config = techniques.complete(config, global_batch=task.global_batch, world=world, baseline=task.baseline)
     if config.accumulation_steps > 1 and task.takes_whole_steps:
@@ -465,7 +467,7 @@ def prepare(
     _apply(build, techniques, Phase.PROCESS)
     build.model = build.task.model().to(build.device.torch_device)
     _apply(build, techniques, Phase.MODEL)
-    _spread_out(build, techniques)
+    _spread_out(build, techniques, is_launched=is_launched)
     build.optimizer = build.task.optimizer(build.model)
     _apply(build, techniques, Phase.OPTIMIZER)
     for change in build.optimizers:
@@ -480,8 +482,12 @@ def prepare(
     return Session(build, Recovery(build)) if world.size == 1 else Session(build, alarm=Alarm(world, opened))
 
 
-def _spread_out(build: Build, techniques: Techniques) -> None:
-    """Spread the model over the processes of its world, from equal parameters: as the config says, else copies of it."""
+def _spread_out(build: Build, techniques: Techniques, *, is_launched: bool) -> None:
+    """Spread the model over the processes of its world, from equal parameters: as the config says, else copies of it.
+
+    Args:
+        is_launched: by others than a runner, which gives each process a device of its own.
+    """
     if build.world.size == 1:
         for name, choice in techniques.switched_on(build.config, Phase.SPREAD):
             raise UnsupportedError(f"{name}={choice}: it needs several processes, and there is one")
@@ -493,6 +499,8 @@ def _spread_out(build: Build, techniques: Techniques) -> None:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     join(build.world, build.device.torch_device)
+    if is_launched:
+        require_own_device(build.world, build.device)
     with unset_fake_temporarily():  # of a trace: seeds are values
         seed = Together(build.world, build.device.torch_device).largest(torch.initial_seed() % 2**53)
     seed_everything(int(seed))  # a dataset that draws random numbers draws the same in all of them

@@ -122,6 +122,13 @@ class Device(Protocol):
         """Accept the device as this process already uses it, without loading anything or making it current."""
         return
 
+    def hardware_id(self) -> str:
+        """Which piece of hardware this is among all of its machine, whatever each process sees; empty where processes share it by design.
+
+        It is empty, too, where torch does not say. Call it after `enter`.
+        """
+        return ""
+
     def limit_memory(self, limit_bytes: int) -> None:
         """Make allocations fail from now on if they would take this process beyond `limit_bytes`."""
 

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from autotune.devices import linux, torch_errors
 from autotune.devices.base import Capabilities, Device
-from autotune.devices.instruments import Instruments, has_context
+from autotune.devices.instruments import Instruments, describe, has_context
 from autotune.errors import DeviceError, first_line
 from autotune.lazy import torch
 from autotune.units import GIB, MIB, format_bytes
@@ -139,6 +139,10 @@ class CudaDevice(Instruments, Device):
         """
         self._enter()
         torch.cuda.set_device(self._index)  # a session on another GPU may have come between
+
+    def hardware_id(self) -> str:
+        """The GPU's UUID."""
+        return describe(self._index).uuid
 
     def adopt(self) -> None:
         """Accept the GPU with the context and the libraries that the process already has."""

@@ -124,9 +124,10 @@ def devices_of(places: Sequence[tuple[str, str]]) -> str:
     if not capabilities_of(kind).own_processors:
         return f"{kind}:{len(names)}"
     if shared := next((name for name in names if names.count(name) > 1), None):
+        ranks = " and ".join(str(rank) for rank, name in enumerate(names) if name == shared)
         raise TaskError(
-            f"several processes train on {shared}, as each of them sees it; let every process see all GPUs, and take its own by "
-            "LOCAL_RANK"
+            f"ranks {ranks} train on {shared}, as each of them sees it; start as many processes as there are GPUs, let every process "
+            "see all of them, and take its own by LOCAL_RANK"
         )
     return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
 

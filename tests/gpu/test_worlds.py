@@ -215,6 +215,32 @@ def test_what_runs_out_of_memory_on_one_card_raises_for_all_although_its_process
     assert second.startswith("OutOfMemoryError")
 
 
+ALIKE = """
+import torch
+import autotune
+from autotune.errors import DeviceError
+
+task = autotune.Task(build_model=lambda: torch.nn.Linear(8, 8), make_batch=lambda n: torch.randn(n, 8), global_batch=8)
+try:
+    autotune.prepare(task, {"batch_size": 4})
+except DeviceError as error:
+    print(error, flush=True)
+"""
+
+
+def test_more_ranks_than_cards_are_refused_before_nccl_waits(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALIKE)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"],
+        env=variables(tmp_path / "books", A100, 1, **GROUPS),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.count("ranks 0 and 1 have taken one GPU, cuda:0 of ") == 2, done.stdout + done.stderr
+
+
 LARGE = """
 import torch
 from torch import nn

@@ -10,6 +10,7 @@ from autotune.records.inspection import TaskFacts
 from autotune.runners.jobs import InspectJob, Job
 from tests.closed_form import ClosedFormRunner, inspection, techniques
 
+LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # what a launcher sets
 FACTS = TaskFacts(name="closed", source_hash="abc", optimizer="AdamW")
 
 

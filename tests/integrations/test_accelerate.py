@@ -15,7 +15,7 @@ from autotune.errors import ConfigError, TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from tests.coupling.searches import rewarding_cutting
-from tests.integrations.answers import known
+from tests.integrations.answers import LAUNCHED, known
 from tests.integrations.test_base import dataset, net
 from tests.notes import Notes
 
@@ -131,7 +131,7 @@ def plugin(version: int, kept: Any, offload: Any) -> Any:
 def test_what_accelerate_shards_is_read_with_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
+    for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     found = choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "bf16"})
     assert found == {"amp": "off", "parallel": "fsdp", "shard_dtype": "bf16", "shard_offload": False}

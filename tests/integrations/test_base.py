@@ -22,6 +22,7 @@ from autotune.session import prepare
 from autotune.task.loading import load_source, load_task
 from autotune.task.source import TaskSource
 from autotune.units import GIB
+from tests.integrations.answers import LAUNCHED
 
 FEATURES, CLASSES = 12, 4
 
@@ -207,7 +208,7 @@ def test_a_loader_says_the_baseline(tmp_path: Path) -> None:
 def test_a_loaders_batch_is_one_process_of_a_script_and_all_of_a_model_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0"}.items():
+    for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "model.py").write_text(
         "from torch.utils.data import DataLoader\nimport autotune\n"

@@ -234,7 +234,5 @@ def test_several_machines_and_a_gpu_that_is_shared_are_refused_with_the_next_ste
         r"TaskError: .*2 machines \(host0, host1\).*on one of them first", told[0]
     ), told
     assert devices_of([("here", "cuda:1"), ("here", "cuda:0")]) == "cuda:1,0"
-    with pytest.raises(
-        TaskError, match=r"several processes train on cuda:0, as each of them sees it; let every process"
-    ):
-        devices_of([("here", "cuda:0"), ("here", "cuda:0")])
+    with pytest.raises(TaskError, match=r"ranks 0 and 2 train on cuda:0, as each of them sees it; .*let every process"):
+        devices_of([("here", "cuda:0"), ("here", "cuda:1"), ("here", "cuda:0")])
