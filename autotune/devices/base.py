@@ -97,6 +97,10 @@ class Device(Protocol):
     def telemetry(self) -> Telemetry:
         """Read the instruments now; empty where there are none."""
 
+    def is_lost(self) -> bool:
+        """Whether the driver says that the device is gone: what runs on it fails, whatever that is."""
+        return False
+
     def near_processors(self) -> set[int]:
         """Numbers of the host's processors that this process may run on, as far as they are nearest to the device."""
         return linux.processors()

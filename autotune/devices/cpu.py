@@ -23,6 +23,10 @@ _RESERVE_BYTES = GIB
 _LEAST_SHARE = 0.5  # where little is free, a process may still take this share of it
 # how near its limit a process must be to blame memory for oneDNN's failures: these were seen up to 9 MiB below the limit in
 # convolutions and linear layers (small buffers), and 46 MiB below a limit of 280 MiB in an LSTM (a workspace)
+THREAD_VARIABLES = (
+    "MKL_NUM_THREADS",
+    "OMP_NUM_THREADS",
+)  # which say how many threads torch takes, the first one that is set
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
 
 
@@ -197,7 +201,7 @@ def num_threads() -> int:
     if (torch := torch_if_imported()) is not None:
         return int(torch.get_num_threads())
     num_cores = _num_physical_cores()
-    for variable in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+    for variable in THREAD_VARIABLES:
         first = os.environ.get(variable, "").split(",")[0].strip()
         if first.isdigit() and int(first) > 0:
             return min(int(first), num_cores) if platform.machine() == "x86_64" else int(first)

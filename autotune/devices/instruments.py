@@ -152,6 +152,10 @@ class Instruments:
             telemetry = Telemetry(values=telemetry.values, throttle_reasons=telemetry.throttle_reasons)
         return telemetry
 
+    def is_lost(self) -> bool:
+        """Whether NVML says that the GPU has fallen off the bus."""
+        return (found := self._found()) is not None and found[0].is_lost(found[1])
+
     def near_processors(self) -> set[int]:
         """The processors on the GPU's NUMA node that this process may run on; all of these where the node is not known."""
         allowed, found = linux.processors(), self._found()

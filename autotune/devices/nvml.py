@@ -142,6 +142,14 @@ class Nvml:
             return f"over NVLink ({links} links)" if links else "over NVLink"
         return _PATHS.get(self._read("nvmlDeviceGetTopologyCommonAncestor", one.board, other.board), "")
 
+    def is_lost(self, gpu: Gpu) -> bool:
+        """Whether the driver says that the GPU is gone."""
+        try:
+            self._module.nvmlDeviceGetMemoryInfo(gpu.handle)
+        except Exception as error:
+            return type(error).__name__ == "NVMLError_GpuIsLost"
+        return False
+
     def bus_id(self, gpu: Gpu) -> str:
         """Where the GPU is on the PCI bus, `00000000:3B:00.0`; empty if unknown."""
         found = self._read("nvmlDeviceGetPciInfo", gpu.board)

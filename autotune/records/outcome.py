@@ -202,7 +202,8 @@ class Outcome(Record):
         waited_for: for `timeout` in a world: the rank for which the others waited, and where it was, in words; empty where none
             was seen to hang. `cause` says so, too.
         too_few_samples: for `error`: a pass over the training set gives no batch as large as the config's.
-        crowded: for `oom`: other processes held memory that the limit allows. A disturbance, which says nothing of the config.
+        crowded: other processes held memory that the limit allows, or, where the kernel killed it, the host's. A disturbance, which
+            says nothing of the config.
         on_host: for `oom` on a GPU: it was the host's memory that ran out.
         attempted_bytes: for `oom`: what the failed allocation asked for, when known.
         train_s: seconds spent inside training steps, also in a probe that failed.

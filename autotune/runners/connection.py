@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from autotune.devices.cpu import num_threads
+from autotune.devices.cpu import THREAD_VARIABLES, num_threads
+from autotune.devices.linux import cores
 from autotune.errors import StudyError, TaskError, describe_exit
 from autotune.runners.runner import ProbeFault
 from autotune.task.source import TaskSource
@@ -31,6 +32,7 @@ class Connection:
         folder: of the search, which goes with it if it dies.
         fork: False starts a new interpreter for each job.
         num_ranks: of the worlds that are probed.
+        processors: numbers of those that everything behind it runs on; None for all that this process may use.
 
     Attributes:
         hello: what the supervisor says of the task: in `stated` what its author does (a `Stated`), where there is a task, and in
@@ -50,9 +52,11 @@ class Connection:
         import_timeout_s: float,
         fork: bool,
         num_ranks: int = 1,
+        processors: frozenset[int] | None = None,
     ) -> None:
         self._source = source
         self._log, self._folder = log, folder
+        self._processors = processors
         self._process = self._start(fork, num_ranks)
         self._socket.settimeout(import_timeout_s)
         try:
@@ -118,9 +122,15 @@ class Connection:
             ) from error
         environment = dict(os.environ)
         blas_threads = 0
+        most_threads = num_threads()
+        if self._processors is not None:
+            most_threads = min(most_threads, len(cores(self._processors)))
+            for variable in THREAD_VARIABLES:  # of the user's, for the whole machine
+                if variable in environment:
+                    environment[variable] = str(most_threads)
         if "OPENBLAS_NUM_THREADS" not in environment:  # else numpy's BLAS starts threads in the fork server
             environment["OPENBLAS_NUM_THREADS"] = "1"
-            blas_threads = num_threads()
+            blas_threads = most_threads
         greeting = {
             "source": None if self._source is None else self._source.to_dict(),
             "blas_threads": blas_threads,
@@ -128,6 +138,7 @@ class Connection:
             "num_ranks": num_ranks,
             "parent": os.getpid(),
             "folder": self._folder,
+            "processors": None if self._processors is None else sorted(self._processors),
         }
         self._socket, theirs = socket.socketpair()
         self._replies = self._socket.makefile("r")

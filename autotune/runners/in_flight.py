@@ -161,6 +161,8 @@ class InFlight:
                 train_s=self.progress.train_s,
                 compiling_s=wall_s if self.progress.stage == COMPILING else self._compiling_s,
                 bound=self.progress.bound,
+                # those beside it may have held the memory
+                crowded=_by_kernel(ended) and bool(self.stay.beside),
             )
             return self.failed(ended_early)
         if "outcome" in found:
@@ -201,7 +203,7 @@ class InFlight:
             return Kind.TIMEOUT, f"killed after {format_seconds(self.job.timeout_s)}, {during}"
         if ended["cancelled"]:
             return Kind.TIMEOUT, f"ended early after {format_seconds(time.monotonic() - self.started_s)}, {during}"
-        if ended["oom_killed"] and ended["exit_code"] == -signal.SIGKILL:
+        if _by_kernel(ended):
             cause = "killed by the kernel's out-of-memory killer: the machine or its cgroup had no memory left"
             if self.on_gpu:
                 return Kind.CRASHED, f"{cause} (the host's, not the GPU's); use fewer data workers or a larger host"
@@ -210,6 +212,11 @@ class InFlight:
         hint = " before it had finished (os._exit?)" if ended["exit_code"] >= 0 else ""
         said = _last_words(printed)
         return Kind.CRASHED, f"{how}{hint}, {during}{f': {said}' if said else ''}"
+
+
+def _by_kernel(ended: Mapping[str, Any]) -> bool:
+    """Whether the kernel's out-of-memory killer ended a process."""
+    return bool(ended["oom_killed"]) and ended["exit_code"] == -signal.SIGKILL
 
 
 def _last_words(printed: str) -> str:

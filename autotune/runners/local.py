@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import sys
@@ -16,6 +17,8 @@ from typing import Any, Self
 import psutil
 
 from autotune.devices import device_named, name_devices, open_device, require_linux
+from autotune.devices.linux import cores
+from autotune.devices.slots import SlotResources
 from autotune.errors import StudyError, TaskError
 from autotune.files import drop_oldest
 from autotune.records.config import Config, World
@@ -45,12 +48,22 @@ class OneSlotRunner(Runner):
         devices: those that train a config together, as `name_devices` takes them.
         logs: folder for what the user's code prints.
         host: where the jobs of this machine are kept, if another runner has some as well.
+        resources: of the slot, where it is one of several: its device counts, and not `device`.
 
     Raises:
         DeviceError: there is no such device.
     """
 
-    def __init__(self, device: str, logs: Path, host: Host | None = None, devices: str = ONE_DEVICE) -> None:
+    def __init__(
+        self,
+        device: str,
+        logs: Path,
+        host: Host | None = None,
+        devices: str = ONE_DEVICE,
+        resources: SlotResources | None = None,
+    ) -> None:
+        self._own = resources
+        device = device if resources is None else resources.device
         self._devices = name_devices(devices, device)
         self.world = World(size=len(self._devices))
         self._device = open_device(self._devices[0])
@@ -75,10 +88,15 @@ class OneSlotRunner(Runner):
             info = replace(info, free_bytes=info.free_bytes // self.world.size)
         elif self.world.size > 1:
             info = replace(info, free_bytes=min(open_device(name).info().free_bytes for name in self._devices))
+        if self._own is not None and not self._device.capabilities.own_memory:
+            num_threads = min(info.num_threads, len(cores(self._own.processors)))
+            info = replace(info, free_bytes=info.free_bytes // self._own.num_sharing, num_threads=num_threads)
         return (Slot(name=self._slot, device=info),)
 
     @property
     def _slot(self) -> str:
+        if self._own is not None:
+            return self._own.name
         return self._device.name if self.world.size == 1 else ",".join(self._devices)
 
     def submit(self, job: Job[Any], slot: str = "") -> int:
@@ -128,7 +146,7 @@ class LocalRunner(OneSlotRunner):
 
     Args:
         source: how a process gets the task; None for a subclass whose jobs need none.
-        device, devices, logs, host: as of `OneSlotRunner`; there is one log a job.
+        device, devices, logs, host, resources: as of `OneSlotRunner`; there is one log a job.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
         compiled: folder of what jobs compile; None for torch's own.
@@ -148,9 +166,10 @@ class LocalRunner(OneSlotRunner):
         fork: bool = True,
         compiled: Path | None = None,
         host: Host | None = None,
+        resources: SlotResources | None = None,
     ) -> None:
         require_linux()
-        super().__init__(device, logs, host, devices)
+        super().__init__(device, logs, host, devices, resources)
         if source is not None:
             self.task_name = source.name
         self._source = source
@@ -273,8 +292,22 @@ class LocalRunner(OneSlotRunner):
                 result = replace(result, measurement=replace(found, compile_cold_s=cold_s))
         self._forget(running)
         if isinstance(result, Inspection):
-            self._widest = result.facts.widest or None
+            self.learn(result)
         return Finished(ticket=running.stay.ticket, result=result)
+
+    def learn(self, inspection: Inspection) -> None:
+        """Take over what later jobs need of an inspection, which another runner of the task may have made."""
+        self._widest = inspection.facts.widest or None
+
+    @property
+    def news(self) -> tuple[list[int], float]:
+        """Descriptors that can be read when there is news of the job in flight, and when `collect` has to be called at the latest.
+
+        The time is on `now_s`.
+        """
+        if self._running is None or self._connection is None:
+            return [], math.inf
+        return [self._running.channel, self._connection.fileno()], self._must_end_s(self._running)
 
     def cancel(self, ticket: int) -> None:
         if self._in_flight(ticket) is not None and self._connection is not None:
@@ -313,6 +346,7 @@ class LocalRunner(OneSlotRunner):
                 import_timeout_s=self._import_timeout_s,
                 fork=self._fork,
                 num_ranks=self.world.size,
+                processors=None if self._own is None else self._own.processors,
             )
         return self._connection
 
@@ -344,7 +378,7 @@ class LocalRunner(OneSlotRunner):
 
     def _wait(self, running: InFlight, connection: Connection, timeout_s: float | None) -> dict[str, Any] | None:
         """Read the worker's messages until the supervisor says how the worker ended; None when the time is up before."""
-        must_end = running.started_s + running.job.timeout_s + PATIENCE_S
+        must_end = self._must_end_s(running)
         deadline = must_end if timeout_s is None else min(must_end, time.monotonic() + timeout_s)
         with selectors.DefaultSelector() as selector:
             selector.register(running.channel, selectors.EVENT_READ)
@@ -358,6 +392,10 @@ class LocalRunner(OneSlotRunner):
         if deadline < must_end:
             return None
         raise ProbeFault(f"the process that starts probes gave no answer within {format_seconds(PATIENCE_S)}")
+
+    @staticmethod
+    def _must_end_s(running: InFlight) -> float:
+        return running.started_s + running.job.timeout_s + PATIENCE_S
 
 
 def _number(log: Path) -> int:

@@ -41,6 +41,19 @@ class ProbeFault(AutotuneError):
         self.tickets = tickets
 
 
+class SlotLost(ProbeFault):
+    """A slot cannot be used any more, and others can: what it ran has to run in one of them.
+
+    Args:
+        slot: its name, which is no longer among `Runner.slots()`.
+        tickets: of the jobs that are gone.
+    """
+
+    def __init__(self, message: str, slot: str, tickets: tuple[int, ...] = ()) -> None:
+        super().__init__(message, tickets)
+        self.slot = slot
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stated(Record):
     """What the task's author states, and how the task is named in a command.
@@ -170,6 +183,7 @@ class Runner(ABC):
 
         Raises:
             RuntimeError: no such slot is free.
+            SlotLost: the slot has died, and others are left, which are taken.
             ProbeFault: the machinery failed.
         """
 
@@ -179,6 +193,7 @@ class Runner(ABC):
 
         Raises:
             RuntimeError: nothing is in flight.
+            SlotLost: a slot has died, and others are left.
             ProbeFault: the machinery failed; the job that it ran is gone.
         """
 

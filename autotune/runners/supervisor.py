@@ -40,6 +40,8 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     greeting = json.loads(sys.stdin.readline())
     source, blas_threads = greeting["source"], greeting["blas_threads"]
+    if greeting["processors"] is not None:  # before torch asks how many there are
+        os.sched_setaffinity(0, greeting["processors"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number in (signal.SIGINT, signal.SIGTERM):  # what these end, the search decides
         signal.signal(number, signal.SIG_IGN)
