@@ -8,7 +8,7 @@ import os
 import platform
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -16,6 +16,9 @@ from torch import distributed
 from autotune.devices import Device, capabilities_of, open_device
 from autotune.errors import ConfigError, DeviceError
 from autotune.records.config import ALONE, World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 WAIT_S = 600.0  # for a peer, as torch waits by default for NCCL
 # what processes need to find each other, beside how many they are
@@ -57,6 +60,24 @@ def launched_device(device: str, world: World) -> str:
     return f"{opened.kind}:{number}"
 
 
+def require_groups(world: World) -> None:
+    """Raise ConfigError where the installed torch knows no groups of processes (`USE_DISTRIBUTED=0`)."""
+    if not distributed.is_available():
+        raise ConfigError(
+            f"a world of {world.size} processes was asked for, and the installed torch {torch.__version__} was built without "
+            "torch.distributed; train in one process, or install another build"
+        )
+
+
+def shard_types() -> tuple[type[DTensor], ...]:
+    """Types of tensors of which each process holds a part; none where the installed torch knows no groups of processes."""
+    if not distributed.is_available():
+        return ()
+    from torch.distributed.tensor import DTensor
+
+    return (DTensor,)
+
+
 def join(world: World, device: torch.device, store: Path | None = None, wait_s: float = WAIT_S) -> None:
     """Make this process one of its world's group, unless it is already.
 
@@ -64,8 +85,9 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
         store: a file through which the processes find each other; None for the address in the environment.
 
     Raises:
-        ConfigError: the group that is there has another size.
+        ConfigError: the group that is there has another size, or torch knows no groups.
     """
+    require_groups(world)
     if distributed.is_initialized():
         if (size := distributed.get_world_size()) != world.size:
             raise ConfigError(f"a world of {world.size} processes was asked for, and torch's process group has {size}")

@@ -121,7 +121,7 @@ class Tracer:
     @contextmanager
     def run(self, config: Config) -> Iterator[Run]:
         """A session of `config` on fake tensors, to be run inside. Raises TraceError for whatever is raised inside."""
-        with _explained(), self._fakes.run() as tracker, (spreading := Spreading(tracker)).followed():
+        with _explained(), self._fakes.run() as tracker, (spreading := Spreading(tracker, self._world)).followed():
             session = self._session(config)
             if session.task.takes_whole_steps:
                 raise TraceError("the task's own step is one unit")

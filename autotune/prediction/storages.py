@@ -15,11 +15,11 @@ from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices.kernels.rules import Hidden, Scratch
 from autotune.devices.kernels.work import count
+from autotune.group import shard_types
 from autotune.prediction.passes import Event
 from autotune.records.device import Work
 from autotune.task.batches import strided_parts
@@ -28,6 +28,7 @@ _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispa
 _ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _NO_SCRATCH = Scratch()
+_SHARDS = shard_types()
 
 
 _aten = torch.ops.aten
@@ -159,7 +160,7 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         if func is _READ_DEVICE:
             return args[0].fake_device
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, _SHARDS) for kind in types):
             return NotImplemented  # what it does to its own part comes here next
         result = NotImplemented
         if func in SUBSTITUTES:

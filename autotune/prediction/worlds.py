@@ -9,9 +9,8 @@ from unittest import mock
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from autotune.group import Together
+from autotune.group import Together, require_groups
 from autotune.prediction.passes import Event
 from autotune.prediction.storages import StorageTracker
 from autotune.records.config import World
@@ -27,6 +26,7 @@ def joined(world: World) -> Iterator[None]:
     if world.size == 1:
         yield
         return
+    require_groups(world)
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     distributed.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
@@ -45,11 +45,11 @@ class Spreading:
         regrouped: what it allocated before its second step.
     """
 
-    def __init__(self, tracker: StorageTracker) -> None:
+    def __init__(self, tracker: StorageTracker, world: World) -> None:
         self.copies: Copies | None = None
         self.num_events = 0
         self.regrouped: tuple[Event, ...] = ()
-        self._tracker = tracker
+        self._tracker, self._world = tracker, world
 
     @property
     def buckets(self) -> Sequence[torch.Tensor]:
@@ -59,6 +59,10 @@ class Spreading:
     @contextmanager
     def followed(self) -> Iterator[None]:
         """While a session is prepared and runs."""
+        if self._world.size == 1:
+            yield
+            return
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
         def copy(module: nn.Module, **options: Any) -> Copies:
             self.num_events = len(self._tracker.events)

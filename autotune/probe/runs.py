@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.coupling.draws import RandomDraws, dropout_off
 from autotune.devices import Device
+from autotune.group import shard_types
 from autotune.randomness import seed_everything
 from autotune.records.config import ALONE, Config, World
 from autotune.recovery import RAISE
@@ -29,6 +29,7 @@ from autotune.techniques import Techniques
 SEED = 0
 FEWEST_SAMPLES = 4  # of a comparison where the model normalises over samples
 NUM_VALUES = 64  # behind each batch statistic; a statistic of fewer values makes any rounding look large
+_SHARDS = shard_types()
 _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
 
 Tensors = list[torch.Tensor]
@@ -146,7 +147,7 @@ class Runs:
                 for tensor, value in zip(tensors, initial, strict=False):  # check N finds it if their number differs
                     if tensor.shape == value.shape:
                         tensor.copy_(_spread_as(tensor, value))
-                        if world.size > 1 and not isinstance(tensor, DTensor):
+                        if world.size > 1 and not isinstance(tensor, _SHARDS):
                             distributed.broadcast(tensor, 0)
 
 
@@ -178,7 +179,7 @@ def _gradients(session: Session, world: World) -> Iterator[Tensors]:
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host in the default memory layout; floating tensors become at least fp32."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
+    if isinstance(tensor, _SHARDS):
         tensor = tensor.full_tensor()
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
@@ -186,8 +187,10 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _spread_as(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The value, sharded as the tensor is; unchanged where the tensor is not sharded."""
-    if not isinstance(tensor, DTensor):
+    if not isinstance(tensor, _SHARDS):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(value.to(tensor.device, tensor.dtype), tensor.device_mesh, tensor.placements)
 
 

@@ -139,7 +139,7 @@ def _import_everything(num_ranks: int = 1) -> None:
     import torch._dynamo  # an optimizer's first step imports it, which takes a second or two
     import torch.utils.checkpoint
 
-    if num_ranks > 1:
+    if num_ranks > 1 and torch.distributed.is_available():
         import torch.distributed.optim
 
     import autotune.probe.checks
