@@ -447,17 +447,9 @@ def prepare(
     task = task if isinstance(task, Task) else load_task(task)
     if global_batch is not None:
         task = replace(task, global_batch=global_batch)
-    if not isinstance(config, Config | Mapping):
-        raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
-    techniques = find_techniques()
-    is_launched = world is None
+    techniques, is_launched = find_techniques(), world is None
     world = launched_world() if world is None else world
-    config = techniques.complete(config, global_batch=task.global_batch, world=world, baseline=task.baseline)
-    if config.accumulation_steps > 1 and task.takes_whole_steps:
-        raise UnsupportedError(
-            f"accumulation_steps={config.accumulation_steps}: the task's own step takes all its samples at "
-            f"once; give batch_size={config.samples_per_step}"
-        )
+    config = _complete(config, task, world, techniques)
     if on_oom not in (HALVE, RAISE):
         raise ConfigError(f"on_oom={on_oom!r} is not known; expected {HALVE!r} or {RAISE!r}")
     opened = open_device(launched_device(device, world)) if isinstance(device, str) else device
@@ -480,6 +472,19 @@ def prepare(
         return Session(build)
     # the others of a world are somewhere in a step that cannot be taken back
     return Session(build, Recovery(build)) if world.size == 1 else Session(build, alarm=Alarm(world, opened))
+
+
+def _complete(config: Any, task: Task, world: World, techniques: Techniques) -> Config:
+    """The whole config of a session."""
+    if not isinstance(config, Config | Mapping):
+        raise ConfigError(f"{config!r} is not a config; expected a dict such as the config of a search's result")
+    found = techniques.complete(config, global_batch=task.global_batch, world=world, baseline=task.baseline)
+    if found.accumulation_steps > 1 and task.takes_whole_steps:
+        raise UnsupportedError(
+            f"accumulation_steps={found.accumulation_steps}: the task's own step takes all its samples at "
+            f"once; give batch_size={found.samples_per_step}"
+        )
+    return found
 
 
 def _spread_out(build: Build, techniques: Techniques, *, is_launched: bool) -> None:
