@@ -10,6 +10,9 @@ from typing import Any
 from autotune.errors import tells_of_lost_peer
 from autotune.records.outcome import Kind, Measurement
 
+LOOK_EVERY_S = 0.2  # at how many collectives a rank has begun
+_FAR = 2  # times the longest that a rank ever took: noise is less
+
 
 def rank_file(channel: str, rank: int) -> str:
     """The file into which a rank above 0 writes what rank 0 sends through the channel."""
@@ -29,6 +32,31 @@ def question_file(channel: str) -> str:
 def answer_file(channel: str, rank: int) -> str:
     """The file into which a rank writes its answer (`waited_for`)."""
     return f"{channel}.{rank}.answer"
+
+
+@dataclass
+class Pace:
+    """How long a rank takes from one collective to the next. Who takes far longer than ever before hangs, or waits for who does.
+
+    Attributes:
+        begun: collectives that it had begun when it was last looked at; -1 before it is one of a group.
+    """
+
+    begun: int = -1
+    _since_s: float = 0.0  # when it was first seen to have begun so many
+    _longest_s: float = LOOK_EVERY_S
+
+    def look(self, begun: int, now_s: float) -> None:
+        """Take note of how many it has begun now. What it does before the first is no step."""
+        if begun == self.begun:
+            return
+        if self.begun > 0:
+            self._longest_s = max(self._longest_s, now_s - self._since_s)
+        self.begun, self._since_s = begun, now_s
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether it has begun none for far longer than its steps took so far."""
+        return now_s - self._since_s > _FAR * self._longest_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +108,12 @@ def waited_for(answers: Mapping[str, dict[str, Any]], running: Sequence[int]) ->
     gives no answer.
 
     Args:
-        answers: of each rank by its number, in `collectives` how many it had begun, in `is_still` whether it began none for a
-            moment, and in `at` the place in the user's code.
+        answers: of each rank by its number, in `collectives` how many it had begun, in `is_stuck` what its `Pace` says, and in
+            `at` the place in the user's code.
         running: the ranks that had not ended.
     """
     begun = {rank: answers[str(rank)]["collectives"] for rank in running if str(rank) in answers}
-    if not begun or not all(answer["is_still"] for answer in answers.values()):
+    if not begun or not all(answer["is_stuck"] for answer in answers.values()):
         return ""
     if silent := [rank for rank in running if rank not in begun]:
         return f"the others waited for rank {silent[0]}, which gives no answer"

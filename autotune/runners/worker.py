@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -31,7 +32,7 @@ from autotune.records.config import ProbeSettings, World
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import COMPARING, COMPILING, Kind, Outcome, Progress
 from autotune.runners.failure import failure, outcome_of_failure
-from autotune.runners.ranks import answer_file, group_file, question_file
+from autotune.runners.ranks import LOOK_EVERY_S, Pace, answer_file, group_file, question_file
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
@@ -47,7 +48,6 @@ MAX_CAUSE = 900  # characters of a cause with the sample that is named in it
 COMPILER_BYTES = 2 * 2**30  # beyond the limit, for what a compiler takes: seen up to 0.5 GiB
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 HANGING_TIMES = 20  # the time that a comparison has: it gives up by itself after ten, between two passes
-STILL_S = 0.2  # in which a rank that trains begins another collective
 _RESERVE_BYTES = 4 * 2**20  # freed when memory runs out, so that the outcome can still be sent
 
 
@@ -138,13 +138,20 @@ def _answer(question: str, answer: Path) -> None:
     """Tell where this rank is, once it is asked: a rank that hangs is told from those that wait for it (`ranks.waited_for`)."""
     from autotune.group import num_collectives
 
-    with open(question, "rb"):  # opens when the supervisor opens it, too
-        begun = num_collectives()
-    time.sleep(STILL_S)
-    is_still = num_collectives() == begun
+    pace, asked = Pace(), select.poll()
+    asked.register(os.open(question, os.O_RDONLY | os.O_NONBLOCK))  # hangs up once the supervisor has opened it, too
+    while True:
+        is_asked = asked.poll(LOOK_EVERY_S * 1000)
+        pace.look(num_collectives(), time.monotonic())
+        if is_asked:
+            break
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
     whole = answer.with_suffix(".part")
-    whole.write_text(json.dumps({"collectives": begun, "is_still": is_still, "at": innermost_place(stack)}))
+    whole.write_text(
+        json.dumps(
+            {"collectives": pace.begun, "is_stuck": pace.is_stuck(time.monotonic()), "at": innermost_place(stack)}
+        )
+    )
     whole.replace(answer)
 
 

@@ -20,6 +20,7 @@ from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import CheckJob, ProbeJob
 from autotune.runners.local import LocalRunner
+from autotune.runners.ranks import Pace
 from autotune.runners.runner import ProbeFault
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
@@ -46,8 +47,8 @@ def training_step(model, batch):
     global steps
     steps += 1
     loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-    if len(batch[0]) == 13 and distributed.get_rank() == 1:
-        time.sleep(0.05)
+    if len(batch[0]) in (13, 14) and distributed.get_rank() == 1:
+        time.sleep(0.05 if len(batch[0]) == 13 else 0.7)
     if steps == 4 and distributed.is_initialized() and distributed.get_rank() == 1:
         pathlib.Path(__file__).with_name("began").write_text(str(time.monotonic()))
         match len(batch[0]):
@@ -172,6 +173,22 @@ def test_what_happens_to_one_rank_ends_all_and_is_told_with_its_number(
     assert cause in outcome.cause
     assert outcome.wall_s < 30  # a minute is what the others would wait
     assert not left
+
+
+def test_who_takes_far_longer_than_ever_before_is_stuck() -> None:
+    pace = Pace()
+    for begun, now_s in ((-1, 0.0), (0, 5.0), (1, 50.0), (2, 50.2), (5, 51.4), (6, 51.6)):
+        pace.look(begun, now_s)
+    assert not pace.is_stuck(51.6 + 1.2)
+    assert pace.is_stuck(51.6 + 3.0)
+    pace.look(7, 54.6)
+    assert not pace.is_stuck(54.6 + 3.0)
+
+
+def test_a_rank_that_is_slow_at_every_step_is_not_taken_for_one_that_hangs(runner: LocalRunner) -> None:
+    outcome = runner.probe(complete(14), SETTINGS.replace(world=runner.world, timeout_s=2.5))
+    assert outcome.kind is Kind.TIMEOUT
+    assert outcome.waited_for == ""
 
 
 def test_one_process_is_probed_by_the_same_runner(runner: LocalRunner) -> None:
