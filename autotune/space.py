@@ -137,10 +137,14 @@ class Space:
         return self.contains(config) and all(config[name] == choice for name, choice in self.fixed.items())
 
     def __iter__(self) -> Iterator[Config]:
-        for values in itertools.product(*self.choices.values()):
-            config = self.complete(dict(zip(self.choices, values, strict=True)))
-            if self.contains(config):
-                yield config
+        return iter(self._configs)
+
+    @cached_property
+    def _configs(self) -> list[Config]:
+        """All of them: whoever asks for one of them asks for all, and does so before every probe."""
+        combinations = itertools.product(*self.choices.values())
+        configs = (self.complete(dict(zip(self.choices, values, strict=True))) for values in combinations)
+        return list(filter(self.contains, configs))
 
     def tracing(self) -> Iterator[Config]:
         """Configs whose traces cover the space: the baseline, each combination of the techniques that shape what is trained, a

@@ -25,7 +25,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autotune.prediction import Array
-from autotune.records.config import BATCH_KEYS, Choice, Config
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice, Config
 from autotune.records.outcome import Outcome
 from autotune.space import Space
 from autotune.techniques import Factor
@@ -177,25 +177,27 @@ class Layout:
 
     def design(self, configs: Sequence[Config]) -> Design:
         """The configs as arrays."""
-        count, num_terms = len(configs), len(self.terms)
-        features = np.zeros((count, num_terms, len(self.mean)))
+        rows, num_terms = [config.as_dict() for config in configs], len(self.terms)
+        features = np.zeros((len(configs), num_terms, len(self.mean)))
         features[:, :, :num_terms] = np.eye(num_terms)
         features[:, :, 0] = 1.0  # every term is relative to the first
-        ranks = np.zeros((count, len(self._searched)))
-        rows = [config.as_dict() for config in configs]
-        batch = np.array([choices["batch_size"] for choices in rows], dtype=float)
-        samples = batch * np.array([choices["accumulation_steps"] for choices in rows], dtype=float)
-        untraced = np.zeros((count, len(self._untraced)))
-        places = [
-            _places(self.space.choices[name], ordered=self.space.techniques.is_ordered(name)) for name in self._searched
-        ]
-        for row, choices in enumerate(rows):
-            untraced[row] = [std * (choices[name] == choice) for (name, choice), std in self._untraced.items()]
-            for column, name in enumerate(self._searched):
-                choice = choices[name]
-                ranks[row, column] = places[column].get(choice, -1.0)
+        ranks = np.zeros((len(configs), len(self._searched)))
+        untraced = np.zeros((len(configs), len(self._untraced)))
+        switches = list(self._untraced)
+        for column, name in enumerate(self._searched):
+            choices = self.space.choices[name]
+            number_of = {choice: number for number, choice in enumerate(choices)}
+            numbers = np.array([number_of.get(row[name], -1) for row in rows], dtype=int)
+            last = max(1, len(choices) - 1) if self.space.techniques.is_ordered(name) else 1  # a scale is from 0 to 1
+            ranks[:, column] = np.where(numbers < 0, -1.0, numbers / last)
+            for number, choice in enumerate(choices):
+                has_it = numbers == number
                 for term, parameter in self._position.get((name, choice), ()):
-                    features[row, term, parameter] = 1.0
+                    features[has_it, term, parameter] = 1.0
+                if (name, choice) in self._untraced:
+                    untraced[has_it, switches.index((name, choice))] = self._untraced[name, choice]
+        batch = np.array([row[BATCH_SIZE] for row in rows], dtype=float)
+        samples = batch * np.array([row[ACCUMULATION] for row in rows], dtype=float)
         baseline = self.space.baseline
         batch_ratio, samples_ratio = batch / baseline.batch_size, samples / baseline.samples_per_step
         widths = np.array([self._width(int(size)) for size in batch]) / self._width(baseline.batch_size)
@@ -239,12 +241,6 @@ def _correlation(count: int, *, ordered: bool) -> Array:
     ranks = np.arange(count)
     distance = np.abs(ranks[:, None] - ranks[None, :])
     return np.asarray(RANK_CORRELATION**distance if ordered else np.where(distance == 0, 1.0, CATEGORY_CORRELATION))
-
-
-def _places(choices: Sequence[Choice], *, ordered: bool) -> dict[Choice, float]:
-    """Where each choice lies: from 0 to 1 on a scale, in no order otherwise."""
-    last = max(1, len(choices) - 1)
-    return {choice: place / last if ordered else float(place) for place, choice in enumerate(choices)}
 
 
 Probes = Sequence[tuple[Config, Outcome]]

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,15 @@ class Traces:
 
         On a CPU all micro batches of a step are there while it runs, as the session's loader gives them.
         """
+        if config not in self._peaks:
+            self._peaks[config] = self._peak(config, techniques)
+        return self._peaks[config]
+
+    @cached_property
+    def _peaks(self) -> dict[Config, TracedPeak | None]:  # a search asks for all of a space's after each probe
+        return {}
+
+    def _peak(self, config: Config, techniques: Techniques) -> TracedPeak | None:
         model = self.models.get(techniques.micro_batch_group(config))
         update_group = techniques.update_group(config)
         update = self.updates.get(update_group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -298,23 +298,25 @@ def _broke(outcome: Outcome) -> bool:
     return outcome.kind is not Kind.OOM and not _trained(outcome)
 
 
-def _choices(config: Config) -> set[tuple[str, Choice]]:
+@functools.lru_cache(maxsize=2 * MAX_ENUMERATED)
+def _choices(config: Config) -> frozenset[tuple[str, Choice]]:
     """The choices that may cause a failure, without accumulation, which follows from the rest."""
-    return {(name, choice) for name, choice in config.choices if name != ACCUMULATION}
+    return frozenset((name, choice) for name, choice in config.choices if name != ACCUMULATION)
 
 
 def pairs_of(probes: Iterable[tuple[Config, Outcome]], techniques: Techniques) -> Mapping[Switch, list[Pair]]:
     """Switch -> outcomes of configs that differ in its technique alone; at least one of the two ran."""
-    alike: dict[object, list[tuple[Switch, Outcome]]] = {}
-    for config, outcome in dict(probes).items():
-        for name in techniques:
-            others = tuple(pair for pair in config.choices if pair[0] not in (name, ACCUMULATION))
-            alike.setdefault((name, others), []).append(((name, config[name]), outcome))
+    outcomes = dict(probes)
+    configs, names = list(outcomes), [BATCH_SIZE, *techniques]
+    codes: dict[tuple[str, Choice], int] = {}  # numbers are compared in a hundredth of the time
+    coded = np.array([[codes.setdefault((n, c[n]), len(codes)) for n in names] for c in configs], dtype=int)
+    differ = coded.reshape(-1, 1, len(names)) != coded.reshape(1, -1, len(names))
     found: dict[Switch, list[Pair]] = {}
-    for members in alike.values():
-        for (switch, a), (_, b) in itertools.permutations(members, 2):
-            if a.ok or b.ok:
-                found.setdefault(switch, []).append((a, b))
+    for row, other in zip(*np.nonzero(differ.sum(axis=2) == 1), strict=True):
+        name = names[int(np.argmax(differ[row, other]))]
+        a, b = outcomes[configs[row]], outcomes[configs[other]]
+        if name != BATCH_SIZE and (a.ok or b.ok):
+            found.setdefault((name, configs[row][name]), []).append((a, b))
     return found
 
 

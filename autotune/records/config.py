@@ -141,6 +141,16 @@ class Config(Mapping[str, Choice]):
     def _choice_of(self) -> dict[str, Choice]:  # a search asks a million times
         return dict(self.choices)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.choices)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[type[Config], tuple[object, ...]]:
+        return Config, (self.choices,)  # another process hashes words otherwise
+
     def __getitem__(self, name: str) -> Choice:
         return self._choice_of[name]
 

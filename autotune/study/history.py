@@ -210,7 +210,7 @@ class History:
                 config not in known
                 and config not in self.running
                 and config.batch_size <= largest
-                and config.batch_size < too_large.get(_without_batch(config), math.inf)
+                and not (too_large and config.batch_size >= too_large.get(_without_batch(config), math.inf))
                 and not hangs.rules_out(config)
                 and not cannot_be(config)
                 and self.setup_s(config) <= max(0.0, setup_left_s)
