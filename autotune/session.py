@@ -89,7 +89,7 @@ class Session:
         Raises:
             TaskError: the batch has to be cut, and cannot be.
             ConfigError: the batch has to be cut, and a technique of the config takes whole batches only.
-            PeerError: another process has failed; it says which, and how.
+            PeerError: another process has failed, or is gone; it says which, and how, where that was told.
             Exception: out of memory, as torch raises it, with a note that says why the step was not taken again.
         """
         if self._recovery is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,24 +21,26 @@ class Ranks:
 
     Args:
         size: how many there are.
+        kept_by_first: the first keeps the store through which they find each other; else it is a file.
     """
 
-    def __init__(self, size: int = 2) -> None:
-        self.size = size
+    def __init__(self, size: int = 2, *, kept_by_first: bool = False) -> None:
+        self.size, self._kept_by_first = size, kept_by_first
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("fork")
+        store = _free_port() if self._kept_by_first else Path(self._folder.name) / "group"
         pipes = [context.Pipe() for _ in range(self.size)]
         self._lines = [mine for mine, _ in pipes]
         self._processes = [
-            context.Process(
-                target=_serve, args=(rank, self.size, Path(self._folder.name) / "group", theirs), daemon=True
-            )
+            context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
             process.start()
+        for _, theirs in pipes:
+            theirs.close()
         return self
 
     def __exit__(
@@ -48,7 +52,8 @@ class Ranks:
         self._folder.cleanup()
 
     def run(self, function: Callable[..., Any], *arguments: Any, last: bool = False) -> list[Any]:
-        """What `function(world, *arguments)` returns in each rank; the `last` one ends it, each rank when it is done.
+        """What `function(world, *arguments)` returns in each rank; None of one that died. The `last` one ends it, each rank when it is
+        done.
 
         Raises:
             AssertionError: it raised, or did not end.
@@ -58,13 +63,22 @@ class Ranks:
         found = []
         for rank, line in enumerate(self._lines):
             assert line.poll(PATIENCE_S), f"rank {rank} did not end"
-            failed, value = line.recv()
+            try:
+                failed, value = line.recv()
+            except EOFError:
+                failed, value = False, None
             assert not failed, value
             found.append(value)
         return found
 
 
-def _serve(rank: int, size: int, store: Path, line: Connection) -> None:
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _serve(rank: int, size: int, store: Path | int, line: Connection) -> None:
     import torch
 
     from autotune.group import join
@@ -72,7 +86,9 @@ def _serve(rank: int, size: int, store: Path, line: Connection) -> None:
 
     torch.set_num_threads(1)
     world = World(size=size, rank=rank)
-    join(world, torch.device("cpu"), store, PATIENCE_S)
+    if isinstance(store, int):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store), GLOO_SOCKET_IFNAME="lo")
+    join(world, torch.device("cpu"), store if isinstance(store, Path) else None, PATIENCE_S)
     is_last = False
     while not is_last:
         function, arguments, is_last = line.recv()
