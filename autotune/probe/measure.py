@@ -21,7 +21,7 @@ from autotune.group import Together, gather
 from autotune.probe.leaks import kept
 from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
-from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times
+from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
@@ -282,7 +282,7 @@ class Run:
         """What each rank computes and waits for in a few more micro steps, where all hold copies of the model."""
         if self.session.world.size == 1 or (copies := find_copies()) is None:
             return None
-        copies._set_ddp_runtime_logging_sample_rate(1)
+        tell_of_each_pass(copies)
         times: list[RankTimes | None] = []
         spent_s = 0.0
         while len(times) <= NUM_COMPARED and spent_s < MAX_COMPARED_S:  # as long in all ranks

@@ -19,16 +19,17 @@ from autotune.records.formats import Record
 NUM_COMPARED = (
     4  # steps of each rank: of two that are equal, one is the last in all steps by chance in one of 35 comparisons
 )
-NUM_TOLD = 10  # first steps of which torch tells each; then it tells of each 100th, unless it is asked for more
+NUM_TOLD = 10  # first steps of a user's command of which each is looked at
+_SELDOM = 100  # by itself torch tells of its first ten passes that wait for others, then of each hundredth
 UNEQUAL = 0.05  # of what the first rank computes: waiting that is less matters little
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes(Record):
-    """Seconds of one rank in one micro step.
+    """Seconds of one rank in one micro step, or in several where it waits for others in the last of them alone (`no_sync`).
 
     Attributes:
-        forward_s, backward_s: it computed, the loss with the forward pass.
+        forward_s, backward_s: it computed, the loss with the forward pass, from one wait to the next.
         exposed_s: it waited for gradients after its own were there: for other ranks, and for the wire.
     """
 
@@ -43,13 +44,25 @@ def find_copies() -> Any:
     return next((one for one in gc.get_objects() if issubclass(type(one), kind)), None)
 
 
-def last_times(copies: Any) -> RankTimes | None:
-    """Of the last step but one: torch tells of a step when the next one begins. None where it tells nothing."""
+def tell_of_each_pass(copies: Any, *, each: bool = True) -> None:
+    """Let torch tell of each pass that waits for others, or of few again: to tell, it waits for the device."""
+    copies._set_ddp_runtime_logging_sample_rate(1 if each else _SELDOM)
+
+
+def last_times(copies: Any, num_micro_steps: int | None = None) -> RankTimes | None:
+    """Of the last wait but one: torch tells of a pass when the next one begins. None where it tells nothing.
+
+    Args:
+        num_micro_steps: taken so far; None where others are waited for in each. Where that is not so, torch's clocks tell of the
+            last one before a wait, and each of the others is taken to be like it.
+    """
     told = copies._get_ddp_logging_data()
     if "backward_comm_time" not in told:
         return None
+    num_waits = told["iteration"] + 1
+    num_micro = 1 if num_micro_steps is None else max(1, round(num_micro_steps / num_waits))
     exposed = told["backward_comm_time"] - told["backward_compute_comm_overlap_time"]
-    found = (told["forward_compute_time"], told["backward_compute_time"], max(0, exposed))
+    found = (num_micro * told["forward_compute_time"], num_micro * told["backward_compute_time"], max(0, exposed))
     forward_s, backward_s, exposed_s = (nanoseconds / 1e9 for nanoseconds in found)
     return RankTimes(forward_s=forward_s, backward_s=backward_s, exposed_s=exposed_s)
 

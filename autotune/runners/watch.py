@@ -24,7 +24,7 @@ from autotune.errors import DeviceError
 from autotune.lazy import torch
 from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
-from autotune.probe.waiting import NUM_TOLD, RankTimes, find_copies, last_times
+from autotune.probe.waiting import NUM_TOLD, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.formats import Record
 from autotune.records.inspection import optimizer_name
@@ -154,6 +154,8 @@ class Watch:
         assert self._device is not None
         self._observers = Observers(self._device, self._world)
         self._copies = find_copies() if self._world.size > 1 else None
+        if self._copies is not None:
+            tell_of_each_pass(self._copies)
         self._reporter.enter("warmup")
         self._last_s = time.perf_counter()
         if self._world.rank == 0:
@@ -162,12 +164,15 @@ class Watch:
             Finalize(None, self._told_at_the_end, exitpriority=0)
 
     def _look_at_rank(self) -> None:
-        """Note what the last step but one took of this rank alone, while torch tells of each, once the first ones are over."""
-        if self._copies is None or not MIN_WARMUP_STEPS < self._num_steps <= NUM_TOLD + 1:
+        """Note what this rank alone took until its last wait but one, in some of the first steps."""
+        if self._copies is None or self._num_steps <= MIN_WARMUP_STEPS:
             return
-        times = last_times(self._copies)
-        if times is not None and times not in self._report.times:
+        times = last_times(self._copies, self._num_steps * self._config.accumulation_steps)
+        if times is not None:
             self._report = replace(self._report, times=(*self._report.times, times))
+        if self._num_steps > NUM_TOLD:
+            tell_of_each_pass(self._copies, each=False)
+            self._copies = None
 
     def _enter(self, name: str) -> None:
         self._device = device_named(name)

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from autotune.probe import waiting
+from autotune.probe.waiting import RankTimes
 from autotune.records.config import ProbeSettings, World
 from autotune.runners import hook, launch, watch
+from tests.worlds import Ranks
 
 
-def watched(tmp_path: Path, **changes: Any) -> watch.Watch:
+def watched(tmp_path: Path, accumulation_steps: int = 1, **changes: Any) -> watch.Watch:
     reports = tmp_path / "reports"
     reports.mkdir(exist_ok=True)
     settings = ProbeSettings(memory_limit_bytes=None, max_warmup_s=0.0, **changes)
-    config = {"batch_size": 8, "accumulation_steps": 1}
+    config = {"batch_size": 8, "accumulation_steps": accumulation_steps}
     return watch.Watch(
         {
             "settings": settings.to_dict(),
@@ -48,6 +55,32 @@ def test_a_rank_that_does_not_decide_is_held_up_no_more_often_than_the_first(tmp
     for _ in range(100):
         rank.stepped(optimizer)
     assert len(synchronized) < 10
+
+
+def steps_of_unequal_ranks(world: World, tmp_path: Path, late_s: float, *, waits_once: bool) -> tuple[RankTimes, ...]:
+    """What a watched rank's clocks tell of some steps of four micro steps, where rank 1 computes for longer than rank 0."""
+    rank = watched(tmp_path, accumulation_steps=4, num_steps=10**6)
+    copies = nn.parallel.DistributedDataParallel(nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(copies.parameters())
+    for _ in range(watch.NUM_TOLD + 2):
+        for number in range(4):
+            with copies.no_sync() if waits_once and number < 3 else nullcontext():
+                loss = copies(torch.randn(4, 8)).sum()
+                time.sleep(0.005 + late_s * world.rank)
+                loss.backward()
+        optimizer.step()
+        rank.stepped(optimizer)
+    return rank._report.times
+
+
+@pytest.mark.parametrize("waits_once", [True, False])
+def test_a_slow_rank_is_seen_where_gradients_are_accumulated(tmp_path: Path, waits_once: bool) -> None:
+    with Ranks() as processes:
+        times = processes.run(partial(steps_of_unequal_ranks, waits_once=waits_once), tmp_path, 0.01)
+    found = waiting.Ranks.of(times)
+    assert found is not None and found.slow_rank == 1
+    of_wait = 4 if waits_once else 1
+    assert all(one.forward_s + one.backward_s > 0.015 * of_wait for one in times[1])
 
 
 @pytest.mark.parametrize("launcher", ["alive", "dead"])
