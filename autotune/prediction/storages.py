@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 from unittest import mock
 
 import torch
@@ -25,7 +25,6 @@ from autotune.records.device import Work
 from autotune.task.batches import strided_parts
 
 _READ_DEVICE = torch.ops.prim.device.default  # half of what a fake tensor dispatches, and no allocation
-_ADD = torch.ops.aten.add.Tensor
 _ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 _NO_SCRATCH = Scratch()
 _SHARDS = shard_types()
@@ -148,8 +147,7 @@ class StorageTracker(TorchDispatchMode):
         self._living: dict[int, _Reference] = {}  # by the address of the storage
         self.last_key = 0
         self._unpatched = ExitStack()
-        # of an addition just made: its result, first operand
-        self._sum: tuple[_Reference, _Reference | None] | None = None
+        self._sum: _Sum | None = None  # of the operator that ran last
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -178,21 +176,26 @@ class StorageTracker(TorchDispatchMode):
         rule = self._workspace_of(func)
         scratch = rule(args, result) if rule is not None else _NO_SCRATCH
         around = self._allocate_all(scratch.before)
+        self._free_all(self._allocate_all(scratch.early), scratch.early)
         self._sum = None
         if func in self._results:
             for tensor, size_bytes in self._results[func](args, result):
                 self._see_dense(tensor, size_bytes)
+        position = len(self.events)
         if isinstance(result, torch.Tensor):
             self.see(result)
-            if func is _ADD and self.in_backward and self.scope is None and _may_be_added_to(args[0], result):
-                self._sum = self._living[_address(result)], self._living.get(_address(args[0]))
         elif isinstance(result, tuple | list):
             for item in result:
                 if isinstance(item, torch.Tensor):
                     self.see(item)
+        beside = self._allocate_all(scratch.beside)
         for group in scratch.after:
             self._free_all(self._allocate_all(group), group)
+        self._free_all(beside, scratch.beside)
         self._free_all(around, scratch.before)
+        if self.in_backward and self.scope is None and _is_made_in_place(func, args, result):
+            first = self._living.get(_address(args[0]))
+            self._sum = _Sum(self._living[_address(result)], first, position, len(self.events))
         return result
 
     def __enter__(self) -> Self:
@@ -287,29 +290,55 @@ class StorageTracker(TorchDispatchMode):
         if self._living.get(reference.address) is not reference:
             return  # resized since, under another key
         del self._living[reference.address]
-        if self._sum is not None and self._sum[1] is reference and self._added_in_place(self._sum[0], reference):
+        if self._sum is not None and self._sum.first is reference and self._undo(self._sum, reference):
             return
         self._free(reference.key, reference.size_bytes)
 
-    def _added_in_place(self, result: _Reference, first: _Reference) -> bool:
-        """Undo the allocation of a sum that the autograd engine makes in place.
-
-        Where gradients of several uses of a tensor meet, it adds to the first one if nobody else holds that, and to a
-        new tensor where that is not a plain one, such as a fake one (torch/csrc/autograd/input_buffer.cpp).
-        """
+    def _undo(self, made: _Sum, first: _Reference) -> bool:
+        """Undo the allocation of a sum that is made in place, as is known when its first summand is freed at once."""
         self._sum = None
-        if self.events[-1][:3] != (result.key, first.size_bytes, True):
+        if len(self.events) != made.end or self.events[made.position][:3] != (made.result.key, first.size_bytes, True):
             return False
-        self.events.pop()
-        result.key = first.key
+        del self.events[made.position]
+        made.result.key = first.key
         return True
 
 
-def _may_be_added_to(first: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether the autograd engine makes a sum in place, but for who else holds the first summand: not so if that is a view,
-    which holds what it looks at (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp).
+# What the gradients of indexing, gathering and the like are: zeros to which is added.
+_ADD_TO_ZEROS = frozenset({
+    _aten.index_add.default,
+    _aten.put.default,
+    _aten.scatter.src,
+    _aten.scatter_add.default,
+})  # fmt: skip
+
+
+def _is_made_in_place(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a backward pass makes a sum in place that it makes anew of fake tensors, but for who else holds the first summand.
+
+    Where gradients of several uses of a tensor meet, the autograd engine adds to the first one, unless that is a view, which holds
+    what it looks at (`can_accumulate_inplace` of torch/csrc/autograd/input_buffer.cpp). The gradients of indexing and gathering are
+    added to zeros (`index_backward` of TensorAdvancedIndexing.cpp; `areAnyTensorSubclassLike` asks for such as fake tensors there).
     """
-    return result.layout is torch.strided and not first._is_view()
+    if func is _aten.index_put.default:
+        return len(args) > 3 and bool(args[3])
+    if func is _aten.add.Tensor:
+        return isinstance(result, torch.Tensor) and result.layout is torch.strided and not args[0]._is_view()
+    return func in _ADD_TO_ZEROS
+
+
+class _Sum(NamedTuple):
+    """A sum that was just made.
+
+    Attributes:
+        position: among the events, of the allocation of the result.
+        end: how many events there are once it is made.
+    """
+
+    result: _Reference
+    first: _Reference | None
+    position: int
+    end: int
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):

@@ -35,8 +35,9 @@ from autotune.prediction.memory import ON_GPU
 from autotune.prediction.traces import Traces, plan_traces
 from autotune.recovery import RAISE
 from autotune.runners.worker import hide_gpus
-from autotune.session import prepare
+from autotune.session import Session, prepare
 from autotune.task import Task, load_task
+from autotune.task.batches import StepBatch
 from autotune.techniques import find_techniques
 from autotune.units import MIB
 
@@ -158,6 +159,7 @@ def _resnet() -> Callable[[], nn.Module]:
 TASKS: Mapping[str, Callable[[], Task]] = {
     "gpt": lambda: load_task(STUDIES / "gpt" / "model.py"),
     "digits": lambda: load_task(STUDIES / "digits" / "model.py"),
+    "tagger": lambda: load_task(STUDIES / "tagger" / "model.py"),
     "GPT-2": lambda: Task(build_model=_gpt2(), make_batch=tokens, training_step=of_labels),
     "BERT": lambda: Task(build_model=_bert(), make_batch=tokens, training_step=of_labels),
     "ViT": lambda: Task(build_model=_vit(), make_batch=images, training_step=of_classes),
@@ -179,6 +181,7 @@ TASKS: Mapping[str, Callable[[], Task]] = {
 SIZES = {
     "gpt": (12, 48),
     "digits": (48, 192),
+    "tagger": (24, 96),
     "GPT-2": (8, 32),
     "BERT": (8, 32),
     "ViT": (16, 64),
@@ -188,7 +191,7 @@ SIZES = {
     "recommender": (512, 4096),
 }
 CONVOLUTIONS = ("ResNet", "U-Net", "digits")
-FIXED_STEPS = ("gpt", "digits")  # of as many samples at any batch size: the smaller one accumulates
+FIXED_STEPS = ("gpt", "digits", "tagger")  # of as many samples at any batch size: the smaller one accumulates
 CHOICES: tuple[dict[str, Any], ...] = (
     {},
     {"amp": "bf16"},
@@ -201,6 +204,7 @@ OF_BLOCKS: tuple[dict[str, Any], ...] = (
     {"checkpoint_segments": 2, "amp": "bf16"},
     {"checkpoint_segments": 2, "expandable_segments": True},
 )
+OF_TWO_BLOCKS = ("tagger",)
 # of the larger batch alone: what a search combines
 PAIRS: tuple[dict[str, Any], ...] = (
     {"optimizer_impl": "for-loop"},
@@ -223,6 +227,8 @@ def configs_of(model: str) -> Iterator[dict[str, Any]]:
     pairs = [*PAIRS, *(PAIRS_OF_BLOCKS if has_blocks else ())]
     if model in FIXED_STEPS:
         pairs = [choices for choices in pairs if "accumulation_steps" not in choices]
+    if model in OF_TWO_BLOCKS:
+        pairs = [choices for choices in pairs if choices.get("checkpoint_segments", 0) <= 2]
     layout = {"channels_last": True} if model in CONVOLUTIONS else {}
     small, large = SIZES[model]
     for batch_size, choices in itertools.product((small, large), every_size):
@@ -231,14 +237,21 @@ def configs_of(model: str) -> Iterator[dict[str, Any]]:
         yield {"batch_size": large, **layout, **choices}
 
 
+def train_on_widest(session: Session) -> None:
+    """Take a few steps on the widest samples, which a prediction is of. Those of an epoch may be narrower."""
+    size, number = session.config.batch_size, session.config.accumulation_steps
+    widest = session.task.batch(size)
+    for _ in range(NUM_STEPS):
+        session.step(StepBatch([(widest, size)] * number))
+
+
 def measured(model: str, config: dict[str, Any]) -> Row:
     """Train for a few steps in this process, on the first GPU."""
     task, device = TASKS[model](), open_device("cuda")
     device.enter()
     complete = techniques.complete(config, global_batch=task.global_batch)
     session = prepare(task, complete, device=device, on_oom=RAISE)
-    for _, batch in zip(range(NUM_STEPS), session.loader, strict=False):
-        session.step(batch)
+    train_on_widest(session)
     device.synchronize()
     return Row(
         model=model,

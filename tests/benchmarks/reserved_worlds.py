@@ -33,10 +33,10 @@ from autotune.records.config import ALONE, World
 from autotune.recovery import RAISE
 from autotune.runners.worker import hide_gpus
 from autotune.session import prepare
-from autotune.task import Task, load_task
+from autotune.task import Task
 from autotune.units import MIB
 from tests.benchmarks import reserved
-from tests.benchmarks.reserved import NUM_STEPS, SIZES, STUDIES, in_forks, techniques
+from tests.benchmarks.reserved import SIZES, in_forks, techniques, train_on_widest
 
 RECORDED = Path(__file__).parent / "reserved_worlds.json"
 WORLDS = (2, 4, 8)
@@ -56,8 +56,7 @@ class Row(reserved.Row):
 
 def task_of(model: str) -> Task:
     """Of a study or of a model of `reserved`, with any global batch."""
-    task = load_task(STUDIES / "tagger" / "model.py") if model == "tagger" else reserved.TASKS[model]()
-    return replace(task, global_batch=None)
+    return replace(reserved.TASKS[model](), global_batch=None)
 
 
 def configs_of(model: str, world_size: int) -> Iterator[dict[str, Any]]:
@@ -81,8 +80,7 @@ def train(model: str, config: dict[str, Any], world: World, store: Path) -> dict
     device.enter()
     join(world, device.torch_device, store)
     session = prepare(task_of(model), techniques.complete(config), device=device, on_oom=RAISE, world=world)
-    for _, batch in zip(range(NUM_STEPS), session.loader, strict=False):
-        session.step(batch)
+    train_on_widest(session)
     device.synchronize()
     row = Row(
         model=model,

@@ -107,6 +107,35 @@ def test_a_bias_is_added_in_place_where_the_input_is_not_contiguous():
     assert traced(task, [config({})]).peak(config({}), find_techniques()).peak_bytes == pytest.approx(real, rel=CLOSE)
 
 
+def pick_rows(x: torch.Tensor) -> torch.Tensor:
+    return x[torch.arange(0, len(x), 2)]
+
+
+def gather_columns(x: torch.Tensor) -> torch.Tensor:
+    return x.gather(1, torch.zeros(len(x), 4, dtype=torch.int64))
+
+
+def select_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.index_select(0, torch.arange(0, len(x), 2))
+
+
+def largest(x: torch.Tensor) -> torch.Tensor:
+    return x.max(1).values
+
+
+@pytest.mark.parametrize("take", [pick_rows, gather_columns, select_rows, largest])
+def test_the_gradient_of_what_is_taken_of_a_tensor_is_written_in_place(take):
+    task = Task(
+        build_model=lambda: nn.Linear(8, 65536),
+        make_batch=lambda n: torch.randn(n, 8),
+        training_step=lambda model, x: take(model(x)).square().mean(),
+        global_batch=64,
+    )
+    real = real_peak_bytes(task, config({}, global_batch=64))
+    peak = traced(task, [config({}, global_batch=64)]).peak(config({}, global_batch=64), find_techniques())
+    assert peak.peak_bytes == pytest.approx(real, rel=CLOSE)
+
+
 @pytest.mark.parametrize("kind", ["transformer", "unet"])
 @pytest.mark.parametrize("batch_size", [3, 24])
 def test_batch_sizes_that_were_not_traced_are_predicted_as_well(kind, batch_size):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -39,6 +39,8 @@ from autotune.units import KIB, MIB
 _aten = torch.ops.aten
 _FEW_INDICES = 3072  # up to so many indices, the gradient of an embedding is summed without sorting them
 _ROWS_AT_ONCE = 10  # one thread sums so many rows of a segment of equal indices
+_LARGEST_OF_BAG = 2  # the mode "max" of an embedding of bags
+_DIGITS, _SORTED_AT_ONCE = 256, 3840  # values of a digit that CUB sorts by, and pairs that one block sorts
 
 
 def cuda_workspaces(gpu: GpuKind) -> Mapping[Any, Workspace]:
@@ -290,38 +292,94 @@ def _efficient_attention_backward(gpu: GpuKind, args: tuple[Any, ...], result: A
         num_splits = max(1, min(-(-num_keys // 64), 200 // num_heads))  # of the keys, where there are few heads
         num_bytes += 2 * 4 * num_splits * 64 * round_up(head_dim, 128)
     row_sums = 4 * num_heads * length
-    products = () if is_short else ((4 * query.numel(), row_sums, row_sums),)
-    return Scratch(before=copies(grad_output.transpose(1, 2)), after=(*products, (row_sums, num_heads * num_bytes)))
+    products = () if is_short else ((4 * query.numel(), row_sums),)
+    return Scratch(
+        before=copies(grad_output.transpose(1, 2)), beside=(row_sums,), after=(*products, (num_heads * num_bytes,))
+    )
 
 
 # ---------------------------------------------------------------- the rest
 
 
 def _embedding_backward(args: tuple[Any, ...], result: Any) -> Scratch:
-    """Sorted indices, segments of equal ones, and a partial sum for each part of a segment (`EmbeddingBackwardKernel.cu`)."""
-    gradient, indices, num_rows, padding = args[:4]
-    width = gradient.shape[-1]
-
-    def sums(figures: tuple[int, ...]) -> int:
-        (num_indices,) = figures
-        few = num_indices <= _FEW_INDICES and padding < 0
-        return 0 if few else _sorted_sums(num_indices, num_rows, width)
-
-    return Scratch(before=copies(gradient), after=((Stepped(sums, (indices.numel(),)),),))
+    """The rows of each weight are summed in the order of the sorted indices (`embedding_dense_backward_cuda` of `Embedding.cu`)."""
+    gradient, indices, num_rows, padding, by_frequency = args[:5]
+    most_unsorted = 0 if by_frequency or padding >= 0 else _FEW_INDICES
+    return _sums_of_rows(gradient, indices, num_rows, most_unsorted=most_unsorted, counts=by_frequency)
 
 
 def _embedding_bag_backward(args: tuple[Any, ...], result: Any) -> Scratch:
-    """As for an embedding, with the indices of all bags."""
-    gradient, indices, num_rows = args[0], args[1], args[6]
-    width = gradient.shape[-1]
-    sums = Stepped(lambda figures: _sorted_sums(figures[0], num_rows, width), (indices.numel(),))
-    return Scratch(before=copies(gradient), after=((sums,),))
+    """As for an embedding, with the indices of all bags (`embedding_bag_backward_cuda_sum_avg` of `EmbeddingBag.cu`)."""
+    gradient, indices, num_rows, by_frequency, mode, is_sparse = args[0], args[1], *args[6:10]
+    if is_sparse or mode == _LARGEST_OF_BAG:
+        return Scratch(before=copies(gradient))
+    return _sums_of_rows(gradient, indices, num_rows, most_unsorted=0, counts=by_frequency)
 
 
-def _sorted_sums(num_indices: int, num_rows: int, width: int) -> int:
-    num_segments = min(num_indices, num_rows)
-    num_parts = num_indices // _ROWS_AT_ONCE + num_segments
-    return 8 * (3 * num_indices + 2 * num_segments + num_parts) + 4 * num_parts * round_up(width, 32)
+def _sums_of_rows(
+    gradient: torch.Tensor, indices: torch.Tensor, num_rows: int, *, most_unsorted: int, counts: bool
+) -> Scratch:
+    """Sorted indices and their positions, and then what `embedding_backward_cuda_kernel` allocates, each a tensor of its own.
+
+    That finds the segments of equal indices, cuts each into parts of ten rows, and sums these in float32
+    (`EmbeddingBackwardKernel.cu`): where segments begin, parts of each, the first of each, where parts begin, sums of parts.
+
+    Args:
+        most_unsorted: up to so many indices, nothing is sorted.
+        counts: whether rows are divided by how often they occur.
+    """
+    index_bytes, sum_bytes = indices.element_size(), max(4, gradient.element_size())
+    width = round_up(gradient.shape[-1], _WARP)
+
+    def stepped(size_of: Callable[[int], int]) -> Stepped:
+        return Stepped(lambda figures: size_of(figures[0]) if figures[0] > most_unsorted else 0, (indices.numel(),))
+
+    def num_segments(number: int) -> int:
+        return min(number, num_rows)
+
+    def num_parts(number: int) -> int:
+        return number // _ROWS_AT_ONCE + num_segments(number)
+
+    of_each = stepped(lambda number: index_bytes * number)
+    of_segments = stepped(lambda number: index_bytes * num_segments(number))
+    of_parts = stepped(lambda number: index_bytes * num_parts(number))
+    sums = stepped(lambda number: sum_bytes * num_parts(number) * width)
+    return Scratch(
+        before=(*copies(gradient), of_each, of_each, *((of_each,) if counts else ())),
+        early=(of_each, stepped(lambda number: _sorting_bytes(number, index_bytes, num_rows))),
+        beside=(of_each,),
+        after=((of_each,), (of_segments, of_segments, of_parts, sums)),
+    )
+
+
+def _sorting_bytes(number: int, index_bytes: int, highest: int) -> int:
+    """The workspace in which CUB sorts indices with their positions (`DeviceRadixSort::SortPairs`, the "onesweep" algorithm).
+
+    It has how often each of 256 digits occurs, in every pass over 8 bits and in every tile, and where there are several passes
+    another buffer for both. The pairs of a tile differ with the GPU; here they are those of one with compute capability 8.0.
+    """
+    num_passes = -(-highest.bit_length() // 8)
+    buffers_bytes = 2 * index_bytes * number if num_passes > 1 else 0
+    return buffers_bytes + _DIGITS * (8 * num_passes + 4 * -(-number // _SORTED_AT_ONCE))
+
+
+def _index_put(args: tuple[Any, ...], result: Any) -> Scratch:
+    """Where values are added up, they are so in the order of sorted indices (`index_put_with_sort_kernel` of `Indexing.cu`).
+
+    One linear index is made of all (`computeLinearIndex`), a summand after the other, and sorted together with its positions.
+    """
+    tensor, indices = args[:2]
+    accumulates = len(args) > 3 and args[3]
+    of_elements = [index for index in indices if index is not None]
+    if not accumulates or any(index.dtype in (torch.bool, torch.uint8) for index in of_elements):
+        return Scratch()
+    number = int(torch.broadcast_shapes(*(index.shape for index in of_elements)).numel())
+    last = max(dim for dim, index in enumerate(indices) if index is not None)
+    highest = prod(tensor.shape[: last + 1])
+    of_each = Stepped(lambda figures: 8 * figures[0], (number,))
+    sorting = Stepped(lambda figures: _sorting_bytes(figures[0], 8, highest), (number,))
+    summands = ((of_each, of_each),) * (len(of_elements) - 1)
+    return Scratch(beside=(of_each,), after=((of_each,), *summands, (of_each, of_each, of_each, sorting)))
 
 
 def _softmax_backward(args: tuple[Any, ...], result: Any) -> Scratch:
@@ -350,6 +408,9 @@ _WORKSPACES: Mapping[Any, Workspace] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     _aten.embedding_dense_backward.default: _embedding_backward,
     _aten._embedding_bag_backward.default: _embedding_bag_backward,
+    _aten.index_put.default: _index_put,
+    _aten.index_put_.default: _index_put,
+    _aten._index_put_impl_.default: _index_put,
     _aten.avg_pool2d_backward.default: _pooling_backward,
     _aten.max_pool2d_with_indices_backward.default: _pooling_backward,
     _aten.native_layer_norm.default: lambda args, _: Scratch(before=copies(args[0])),
@@ -371,7 +432,28 @@ def _mask_first(args: tuple[Any, ...], result: Any) -> Storages:
     return [(tensor, size_bytes(tensor)) for tensor in reversed(result)]
 
 
-CUDA_RESULTS: Mapping[Any, ResultRule] = {_aten.native_dropout.default: _mask_first}
+def _bags(args: tuple[Any, ...], result: Any) -> Storages:
+    """The sizes of bags and the bag of each index are allocated before the output (`_embedding_bag_cuda` of `EmbeddingBag.cu`).
+
+    Fake tensors show what a CPU's kernel keeps, which leaves out the bag of each index where it only sums.
+    """
+    output, bag_of_index, bag_sizes, largest = result
+    indices, offsets = args[1], args[2]
+    index_bytes = max(indices.element_size(), offsets.element_size())
+    of_largest = index_bytes * output.numel() if len(args) > 4 and args[4] == _LARGEST_OF_BAG else 0
+    return [
+        (bag_sizes, index_bytes * offsets.numel()),
+        (bag_of_index, index_bytes * indices.numel()),
+        (output, size_bytes(output)),
+        (largest, of_largest),
+    ]
+
+
+CUDA_RESULTS: Mapping[Any, ResultRule] = {
+    _aten.native_dropout.default: _mask_first,
+    _aten._embedding_bag.default: _bags,
+    _aten._embedding_bag_forward_only.default: _bags,
+}
 
 
 _NUM_HANDLES = 2  # cuBLAS has one for each thread that computes products: the thread that trains, and autograd's own

@@ -39,16 +39,20 @@ class Scratch:
 
     Attributes:
         before: sizes allocated before the result, and freed when the operator is done.
-        after: sizes allocated after the result, in groups; each group is freed before the next one.
+        early: sizes allocated after `before` and freed before the result is allocated.
+        beside: sizes allocated after the result, and freed when the operator is done.
+        after: sizes allocated after these, in groups; each group is freed before the next one.
     """
 
     before: tuple[int, ...] = ()
+    early: tuple[int, ...] = ()
+    beside: tuple[int, ...] = ()
     after: tuple[tuple[int, ...], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
-        """The most that lives at once."""
-        return sum(self.before) + max(map(sum, self.after), default=0)
+        """The most that lives at once beside the result."""
+        return sum(self.before) + sum(self.beside) + max(map(sum, self.after), default=0)
 
 
 # (an operator's arguments, its result) -> its scratch. An allocation that some batch sizes do not need is there with 0 bytes.

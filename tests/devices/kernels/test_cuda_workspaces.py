@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
 from autotune.devices.kernels import hidden_allocations
+from autotune.devices.kernels.cuda_like import cuda_like
 from autotune.devices.kernels.cuda_workspaces import reduction_bytes
 from autotune.devices.targets import GpuKind, gpu_of, target_of
+from autotune.prediction.storages import StorageTracker
 from autotune.task.batches import to_device
 from autotune.units import KIB
 from tests.benchmarks.reserved import CONVOLUTIONS, TASKS
@@ -145,3 +148,108 @@ def test_every_operator_of_a_model_takes_what_a_rule_says(model: str, target: st
                 loss = task.loss(module, batch)
             loss.backward()
     assert scratch.misses.keys() <= NOT_EXACT, scratch.misses
+
+
+def embed(weight: torch.Tensor) -> torch.Tensor:
+    return F.embedding(torch.zeros(200, 400, dtype=torch.int64, device=weight.device), weight)
+
+
+def embed_few(weight: torch.Tensor) -> torch.Tensor:
+    return F.embedding(torch.zeros(2000, dtype=torch.int64, device=weight.device), weight)
+
+
+def embed_bags(mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def embed_all(weight: torch.Tensor) -> torch.Tensor:
+        return F.embedding_bag(torch.zeros(2000, 40, dtype=torch.int64, device=weight.device), weight, mode=mode)
+
+    return embed_all
+
+
+def embed_int32_bags(weight: torch.Tensor) -> torch.Tensor:
+    return F.embedding_bag(torch.zeros(2000, 80, dtype=torch.int32, device=weight.device), weight)
+
+
+def index_rows(weight: torch.Tensor) -> torch.Tensor:
+    return weight[torch.zeros(80_000, dtype=torch.int64, device=weight.device)]
+
+
+def index_elements(weight: torch.Tensor) -> torch.Tensor:
+    return weight[(torch.zeros(80_000, dtype=torch.int64, device=weight.device),) * 2]
+
+
+def index_three(weight: torch.Tensor) -> torch.Tensor:
+    return weight.unflatten(1, (12, 8))[(torch.zeros(80_000, dtype=torch.int64, device=weight.device),) * 3]
+
+
+def index_columns(weight: torch.Tensor) -> torch.Tensor:
+    return weight[:, torch.zeros(20_000, dtype=torch.int64, device=weight.device)]
+
+
+GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "embedding": embed,
+    "embedding of few": embed_few,
+    "bags, summed": embed_bags("sum"),
+    "bags, averaged": embed_bags("mean"),
+    "bags, largest": embed_bags("max"),
+    "bags of int32": embed_int32_bags,
+    "index": index_rows,
+    "index of elements": index_elements,
+    "index by three": index_three,
+    "index of columns": index_columns,
+    "index_select": lambda w: w.index_select(0, torch.zeros(80_000, dtype=torch.int64, device=w.device)),
+    "gather": lambda w: w.gather(0, torch.zeros(5000, 96, dtype=torch.int64, device=w.device)),
+    "max": lambda w: w.max(1).values,
+    "sort": lambda w: w.sort(1).values,
+    "topk": lambda w: w.topk(40, 1).values,
+    "take": lambda w: w.take(torch.zeros(80_000, dtype=torch.int64, device=w.device)),
+    "select": lambda w: w.select(1, 3),
+    "slice": lambda w: w[100:5000],
+    "narrow": lambda w: w.narrow(1, 3, 20),
+    "diagonal": lambda w: w.diagonal(),
+}
+
+
+def really_asked(function: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+    """Bytes that a gradient asks of torch's allocator, in order."""
+    weight = torch.zeros(5000, 96, device="cuda", requires_grad=True)
+    result = function(weight)
+    gradient = torch.zeros_like(result)
+    torch.autograd.grad(result, weight, gradient, retain_graph=True)  # loads what is loaded once
+    torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
+    torch.autograd.grad(result, weight, gradient)
+    (history,) = torch.cuda.memory._snapshot()["device_traces"][:1]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    return [event["size"] for event in history if event["action"] == "alloc"]
+
+
+def expected_to_be_asked(function: Callable[[torch.Tensor], torch.Tensor], target: str) -> list[int]:
+    with cuda_like(), FakeTensorMode(), StorageTracker(hidden_allocations(target)) as tracker:
+        weight = torch.empty(5000, 96, requires_grad=True)
+        result = function(weight)
+        gradient = torch.empty_like(result)
+        start, tracker.in_backward = len(tracker.events), True
+        kept = torch.autograd.grad(result, weight, gradient)
+        asked = [int(event.size_bytes) for event in tracker.events[start:] if event.allocates]
+        del kept
+    return asked
+
+
+@pytest.mark.gpu
+def test_how_often_the_rows_of_an_embedding_occur_is_a_tensor_more(target: str) -> None:
+    weight = torch.zeros(5000, 96, device="cuda", requires_grad=True)
+    indices = torch.zeros(80_000, dtype=torch.int64, device="cuda")
+    scratch = Scratch(target)
+    with scratch:
+        F.embedding(indices, weight, scale_grad_by_freq=True).sum().backward()
+    assert not scratch.misses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_asks_the_allocator_for_these_pieces_in_this_order(name: str, target: str) -> None:
+    function = GRADIENTS[name]
+    real, expected = (
+        [size_bytes for size_bytes in sizes if size_bytes > SMALL_BYTES]
+        for sizes in (really_asked(function), expected_to_be_asked(function, target))
+    )
+    assert expected == pytest.approx(real, rel=0.03)
