@@ -28,6 +28,7 @@ MIN_COMPARISON_S = 10.0
 CHECK_SHARE = 0.15  # of the budget, for one comparison
 CHECKS_SHARE = 0.25  # of the budget, for all comparisons once a config has passed
 FIRST_SHARE = 0.5  # of the time that is left, for a comparison while none has passed
+LONGER = 2.0  # times as long as the last that did not finish
 NOT_SHOWN = "was not shown to train as plain fp32 does"
 MORE_TIME = "run the same command with a larger --budget: it continues this study and compares it"
 MORE_MEMORY = "give a larger --memory-limit"
@@ -64,6 +65,7 @@ class Clearance:
     def __init__(self, search: Search) -> None:
         self._search = search
         self._found: dict[Changes, Finding] = {}
+        self._too_short_s = 0.0  # the longest time in which a comparison did not finish
 
     def bar_known(self) -> None:
         """Bar what an earlier search of the study found not to pass, and take over what passed."""
@@ -170,14 +172,19 @@ class Clearance:
         if comparable and budget.elapsed_s > budget.budget_s:
             return Finding(reason="the budget was spent", remedy=MORE_TIME)
         spent_s, left_s = budget.spent_s.get("checks", 0.0), max(0.0, budget.budget_s - budget.elapsed_s)
-        if any(found.clears for found in self._found.values()) and spent_s > CHECKS_SHARE * budget.budget_s:
+        has_passed = any(found.clears for found in self._found.values())
+        if has_passed and spent_s > CHECKS_SHARE * budget.budget_s:
             return Finding(reason="comparisons had taken their share of the budget", remedy=MORE_TIME)
         timeout_s = max(MIN_COMPARISON_S, min(CHECK_SHARE * budget.budget_s, FIRST_SHARE * left_s))
+        if not has_passed:  # what comes next would be as slow: without one that finishes there is no answer
+            timeout_s = max(timeout_s, min(LONGER * self._too_short_s, left_s))
         check = self._run(changes, timeout_s)
         if isinstance(check, NotCompared):
             return Finding(reason=check.reason, comparable=False)
         if isinstance(check, Check):
             return _finding(check)
+        if check.kind is Kind.TIMEOUT:
+            self._too_short_s = max(self._too_short_s, timeout_s)
         ended = f"{check.kind}: {check.cause}"
         if check.kind in (Kind.OOM, Kind.TIMEOUT):
             remedy = FREE_MEMORY if check.crowded else MORE_MEMORY if check.kind is Kind.OOM else MORE_TIME

@@ -181,6 +181,21 @@ def test_comparisons_take_no_more_than_their_share_of_the_budget(tmp_path):
     assert len(runner.checked) == 1 and any("had taken their share" in text for text in made.warnings)
 
 
+def test_after_a_comparison_that_did_not_finish_the_next_gets_twice_the_time_as_long_as_none_has_passed(tmp_path):
+    class SlowToCompare(Compared):
+        def check_of(self, config, settings, batch_size):
+            timeouts_s.append(settings.timeout_s)
+            self.waited_s += min(400.0, settings.timeout_s)
+            return passed_check() if settings.timeout_s > 250 else TIMED_OUT
+
+    timeouts_s = []
+    made = recommender(tmp_path, SlowToCompare())  # a budget of 1000 s
+    clearance, space = Clearance(made), made.history.space
+    assert not clearance.clear(space.complete({"optimizer_impl": "fused"}))
+    assert clearance.clear(space.complete({"checkpoint_segments": 2}))
+    assert timeouts_s == [150.0, 300.0]
+
+
 def test_micro_batches_that_were_asked_for_as_another_training_are_not_compared(tmp_path):
     batch = replace(FOUND.batch, accumulation_steps=(1, 2, 4), optional_accumulation_steps=(8, 24))
     found = replace(FOUND, batch=batch, baseline=techniques.complete({"batch_size": 96}, global_batch=96).as_dict())
