@@ -38,6 +38,14 @@ T = TypeVar("T")
 # strategy of FSDP1, over the processes of one machine -> whether FSDP2 would reshard after the forward pass
 _RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "_HYBRID_SHARD_ZERO2": False}
 _PRECISION = "mixed_precision"
+# sizes of groups of processes, as `ParallelismConfig` has them -> what such a group shares out, other than samples and parameters
+_GROUPS = {
+    "dp_replicate_size": "",
+    "dp_shard_size": "",
+    "tp_size": "tensors",
+    "cp_size": "sequences",
+    "sp_size": "sequences",
+}
 
 
 class Executable(dict[str, Any]):
@@ -77,8 +85,10 @@ def find_executable_config(
     memory all the same, it is called again with micro batches half as large, and more of them a step; not so where the search
     has found that they learn something else.
 
-    The baseline's precision and compilation are those of `accelerate launch`, where that started the script. What an
+    The baseline's precision, compilation and sharding are those of `accelerate launch`, where that started the script. What an
     `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.
+    What each `Accelerator` is given for itself cannot be seen from here: state options of DDP (`kwargs_handlers`) as the task's
+    `baseline`, `{"bucket_mb": 100}` say, and leave `split_batches` out, since the config's batch size is one process's.
 
     Args:
         task: what the function trains, or a function that makes it, or a model file.
@@ -134,6 +144,7 @@ def choices_of_accelerator() -> dict[str, Choice]:
     spread = state.distributed_type.value
     if spread not in ("NO", "FSDP") and not spread.startswith("MULTI_"):
         raise _not_in_probes(spread)
+    require_whole_samples(groups_of(state))
     if state.num_processes != (size := launched_world().size):
         raise TaskError(
             f"{size} processes were launched, and the Accelerator of each trains among {state.num_processes}; on the CPU they train "
@@ -148,6 +159,22 @@ def _not_in_probes(spread: str) -> TaskError:
         f"the Accelerator trains with {spread}, which probes do not; tune the script with FSDP, or with copies of the model "
         "(`accelerate launch --multi_gpu`)"
     )
+
+
+def groups_of(state: Any) -> dict[str, int]:
+    """The sizes of groups of processes in an `AcceleratorState`, by their names in `ParallelismConfig`; nothing where it has none."""
+    config = getattr(state, "parallelism_config", None)  # older versions have none
+    return {} if config is None else {name: getattr(config, name, 1) for name in _GROUPS}
+
+
+def require_whole_samples(groups: Mapping[str, int]) -> None:
+    """Raise TaskError where a group of processes shares out the tensors or the sequences of its samples."""
+    for name, size in groups.items():
+        if size > 1 and (what := _GROUPS[name]):
+            raise TaskError(
+                f"Accelerate's processes share out {what} ({name}={size}), which probes do not: each of theirs has samples of its own; "
+                f"tune the script with {name}=1 first, or measure it as it is by `autotune search --command`"
+            )
 
 
 def device_of_this_process() -> str | None:
@@ -170,12 +197,22 @@ def choices_of_launcher() -> dict[str, Choice]:
     for spread in ("DEEPSPEED", "MEGATRON_LM"):
         if _is_set(f"USE_{spread}"):
             raise _not_in_probes(spread)
+    require_whole_samples(_groups())
     return _read({name: os.environ.get(f"ACCELERATE_{name.upper()}") for name in (_PRECISION, "dynamo_backend")})
 
 
 def _is_set(name: str) -> bool:
     """Whether the launcher has switched something on."""
     return os.environ.get(f"ACCELERATE_{name}", "").lower() == "true"
+
+
+def _groups() -> dict[str, int]:
+    """The sizes of groups of processes in this process, or as the launcher says."""
+    if (state := _state()) is not None:
+        return groups_of(state)
+    if not _is_set("USE_PARALLELISM_CONFIG"):
+        return {}
+    return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)) for name in _GROUPS}
 
 
 def _plugin() -> Any:
@@ -215,11 +252,14 @@ def _read(said: Mapping[str, str | None]) -> dict[str, Choice]:
     """The choices that arguments of `Accelerator` make, and its plugin for FSDP."""
     given = {name: value.lower() for name, value in said.items() if value}
     plugin = _plugin()
-    return read(ACCELERATE, given) if plugin is None else choices_of_shards(plugin, given)
+    return read(ACCELERATE, given) if plugin is None else choices_of_shards(plugin, given, _groups())
 
 
-def choices_of_shards(plugin: Any, given: Mapping[str, Any]) -> dict[str, Choice]:
+def choices_of_shards(plugin: Any, given: Mapping[str, Any], groups: Mapping[str, int]) -> dict[str, Choice]:
     """The choices that Accelerate's settings of FSDP make beside other arguments, whose precision is that of what is sharded.
+
+    Args:
+        groups: sizes of groups of processes, as of `groups_of`: where there are copies of shards (HSDP), a group shares one out.
 
     Raises:
         TaskError: probes do not shard in this way.
@@ -228,15 +268,18 @@ def choices_of_shards(plugin: Any, given: Mapping[str, Any]) -> dict[str, Choice
     if plugin.fsdp_version == 1:
         strategy = (plugin.sharding_strategy or reshards).name
         reshards = _RESHARDS.get(strategy)
-    if reshards is None or given.get(_PRECISION) == "fp16":
+    copied = {"parallelism_config": groups} if groups.get("dp_replicate_size", 1) > 1 else {}
+    if reshards is None or (copied and not reshards) or given.get(_PRECISION) == "fp16":
+        kept = "" if reshards or not copied else ", in copies, not resharded"
         raise TaskError(
-            f"Accelerate trains with FSDP ({strategy or 'version 2'}, {given.get(_PRECISION)}), which probes do not; expected one that "
-            "shards, in fp32 or bf16: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision bf16`, say"
+            f"Accelerate trains with FSDP ({strategy or 'version 2'}{kept}, {given.get(_PRECISION)}), which probes do not; expected one "
+            "that shards, in fp32 or bf16, and reshards where there are copies: `--fsdp_sharding_strategy FULL_SHARD --mixed_precision "
+            "bf16`, or `--fsdp_version 2 --fsdp_reshard_after_forward true`, say"
         )
     offload = plugin.cpu_offload
     offloads = getattr(offload, "offload_params", "CPU" in type(offload).__name__)  # of FSDP1, of FSDP2
     shards = {"fsdp_version": 2, "reshard_after_forward": reshards, "cpu_offload": offloads}
-    spread, found = find_techniques(), read(ACCELERATE, {**given, "fsdp_plugin": shards})
+    spread, found = find_techniques(), read(ACCELERATE, {**given, "fsdp_plugin": shards, **copied})
     found = {name: choice for name, choice in found.items() if name in spread and spread[name].phase is Phase.SPREAD}
     return {**read(ACCELERATE, {**given, _PRECISION: "no"}), **found}
 

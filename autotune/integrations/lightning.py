@@ -116,6 +116,7 @@ def tune(
     said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
     require_said(unsaid)
     del said[DATALOADER]["shuffle"]  # as it was
+    said[LIGHTNING].pop("strategy", None)  # as it was, and as options of its class, which Trainer does not take
     return Tuned(trainer=said[LIGHTNING], dataloader=said[DATALOADER], result=result)
 
 
@@ -134,7 +135,7 @@ def task_of(
     loader = train_dataloaders
     if loader is None:
         loader = _loader_of(module, datamodule or getattr(trainer, "datamodule", None))
-    given = {"precision": "32-true"} if trainer is None else {name: getattr(trainer, name) for name in _READ}
+    given = {"precision": "32-true"} if trainer is None else _given(trainer)
     data = data_of(loader)
     baseline = {**read(LIGHTNING, given), **baseline_of(loader)}
     return Task(
@@ -232,6 +233,14 @@ class AutotuneCallback:
                 torch.backends.cudnn.benchmark = value
             else:
                 setattr(trainer, name, value)
+
+
+def _given(trainer: Trainer) -> dict[str, Any]:
+    """The trainer's arguments as they take effect, options of DDP included."""
+    strategy = trainer.strategy
+    layer_sync = type(getattr(strategy, "_layer_sync", None)).__name__
+    of_spread = {"strategy": getattr(strategy, "_ddp_kwargs", {}), "layer_sync": layer_sync}
+    return {**{name: getattr(trainer, name) for name in _READ}, **of_spread}
 
 
 def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) -> Any:

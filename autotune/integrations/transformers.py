@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
 from autotune.group import launched_world
-from autotune.integrations.accelerate import choices_of_shards
+from autotune.integrations.accelerate import choices_of_shards, groups_of, require_whole_samples
 from autotune.integrations.base import (
     LiveModel,
     batch_of_all,
@@ -115,7 +115,8 @@ def task_of(trainer: Trainer) -> Task:
     plan = {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
     if _shards(trainer):
         state = trainer.accelerator.state
-        baseline |= choices_of_shards(state.fsdp_plugin, {"mixed_precision": state.mixed_precision})
+        precision = {"mixed_precision": state.mixed_precision}
+        baseline |= choices_of_shards(state.fsdp_plugin, precision, groups_of(state))
     return replace(task, baseline={**baseline, **plan})
 
 
@@ -262,6 +263,7 @@ def _refuse(trainer: Trainer) -> None:
             f"the {name} trains with DeepSpeed, which probes do not; tune it without first, or with FSDP, and add DeepSpeed to the "
             "arguments that come back"
         )
+    _refuse_in_a_world(trainer)
     if args.device.type not in TYPES:
         raise TaskError(f"the trainer's device is {args.device}; expected a CPU or an NVIDIA GPU")
     if args.n_gpu > 1:
@@ -274,6 +276,22 @@ def _refuse(trainer: Trainer) -> None:
                 f"{name} has a {loop} of its own, whose steps autotune does not know; write them as train_step(model, "
                 "optimizers, batch) in a model file, or tune a plain Trainer of the same model"
             )
+
+
+def _refuse_in_a_world(trainer: Trainer) -> None:
+    args, name, size = trainer.args, type(trainer).__name__, launched_world().size
+    if args.world_size != size:
+        raise TaskError(
+            f"{size} processes were launched, and the {name} of each trains among {args.world_size}; start the script with torchrun or "
+            "accelerate launch, by which they train together, or unset WORLD_SIZE and tune in one process after the other"
+        )
+    require_whole_samples(groups_of(trainer.accelerator.state))
+    if size > 1 and trainer.accelerator.split_batches:
+        whole = args.per_device_train_batch_size
+        raise TaskError(
+            f"the {name} divides per_device_train_batch_size={whole} by its {size} processes (split_batches); leave split_batches out of "
+            f"accelerator_config and set per_device_train_batch_size={max(whole // size, 1)}, which trains the same"
+        )
 
 
 def _given(trainer: Trainer) -> dict[str, Any]:
@@ -320,6 +338,12 @@ def _left_out(trainer: Trainer) -> list[str]:
         found.append(f"the accumulation steps are kept as they are: {scaled}")
     if args.neftune_noise_alpha is not None:
         found.append("probes add no NEFTune noise to embeddings")
+    handler = trainer.accelerator.ddp_handler
+    if launched_world().size > 1 and not _shards(trainer) and handler is not None and handler.find_unused_parameters:
+        found.append(
+            "DDP looks for unused parameters in each step of the Trainer, and in probes only where the loss leaves some out; "
+            "ddp_find_unused_parameters=False spares it the work where it leaves none"
+        )
     if getattr(args, "use_liger_kernel", False):
         found.append("probes run without Liger's kernels, which Trainer puts in when it trains")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Setting, Switch
-from autotune.techniques.frameworks import At, Lines, Option, words
+from autotune.techniques.frameworks import At, Lines, Table, words
 from autotune.techniques.spread_option import SpreadTechnique
 
 
@@ -19,7 +19,8 @@ class SyncBatchnorm(SpreadTechnique, Switch):
     untraced = "torch has no such layer without a GPU"
     expected = Expectation(launch=Factor(typical=1.2, spread=1.3))
     frameworks = words(
-        lightning=Option("sync_batchnorm", False),
+        # a Trainer keeps the second
+        lightning=Table({True: {"sync_batchnorm": True}}, {("layer_sync", "TorchSyncBatchNorm"): True}),
         torch=Lines({At.MODEL: "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"}),
     )
 

@@ -20,7 +20,13 @@ from tests.integrations.test_base import dataset, net
 from tests.notes import Notes
 
 accelerate = pytest.importorskip("accelerate")
-from autotune.integrations.accelerate import choices_of_shards, find_executable_config  # noqa: E402
+from autotune.integrations.accelerate import (  # noqa: E402
+    choices_of_launcher,
+    choices_of_shards,
+    find_executable_config,
+    groups_of,
+    require_whole_samples,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -133,21 +139,49 @@ def test_what_accelerate_shards_is_read_with_its_precision(monkeypatch: pytest.M
 
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
-    found = choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "bf16"})
+    found = choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "bf16"}, {})
     assert found == {"amp": "off", "parallel": "fsdp", "shard_dtype": "bf16", "shard_offload": False}
     for settings in (
         plugin(2, False, CPUOffloadPolicy()),
         plugin(1, ShardingStrategy.SHARD_GRAD_OP, CPUOffload(offload_params=True)),
     ):
-        found = choices_of_shards(settings, {"mixed_precision": "no"})
+        found = choices_of_shards(settings, {"mixed_precision": "no"}, {})
         assert found == {"amp": "off", "parallel": "fsdp_grad", "shard_offload": True}
     copies = plugin(1, ShardingStrategy.NO_SHARD, CPUOffload())
     with pytest.raises(
         TaskError, match=r"\(NO_SHARD, no\), which probes do not; expected one that shards, in fp32 or bf16"
     ):
-        choices_of_shards(copies, {"mixed_precision": "no"})
+        choices_of_shards(copies, {"mixed_precision": "no"}, {})
     with pytest.raises(TaskError, match=r"\(version 2, fp16\), which probes do not"):
-        choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "fp16"})
+        choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "fp16"}, {})
+
+
+def groups(**sizes: int) -> Any:
+    """What an Accelerator's state keeps of its groups of processes."""
+    return SimpleNamespace(parallelism_config=SimpleNamespace(**sizes))
+
+
+def test_copies_of_shards_are_read_and_what_shares_out_a_sample_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process of four; as `accelerate launch` says it, and as an Accelerator has it that is there."""
+    from torch.distributed.fsdp import OffloadPolicy
+
+    for name, value in {**LAUNCHED, "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    hybrid = groups_of(groups(dp_replicate_size=2, dp_shard_size=2))
+    found = choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "no"}, hybrid)
+    assert found["parallel"] == "hsdp:2"
+    with pytest.raises(TaskError, match=r"version 2, in copies, not resharded, no\), which probes do not"):
+        choices_of_shards(plugin(2, False, OffloadPolicy()), {"mixed_precision": "no"}, hybrid)
+    with pytest.raises(TaskError, match=r"share out sequences \(cp_size=2\).*with cp_size=1 first"):
+        require_whole_samples(groups_of(groups(dp_shard_size=2, cp_size=2)))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for name in ("DP_REPLICATE", "DP_SHARD"):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
+    monkeypatch.setattr("autotune.integrations.accelerate._plugin", lambda: plugin(2, True, OffloadPolicy()))
+    assert choices_of_launcher()["parallel"] == "hsdp:2"
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+    with pytest.raises(TaskError, match=r"share out tensors \(tp_size=2\).*`autotune search --command`"):
+        choices_of_launcher()
 
 
 @pytest.mark.parametrize("stated", [None, {"batch_size": 4}])

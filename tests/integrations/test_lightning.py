@@ -15,7 +15,7 @@ from autotune.session import prepare
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
-from tests.integrations.answers import known
+from tests.integrations.answers import LAUNCHED, known
 from tests.integrations.test_base import CLASSES, FEATURES, dataset, net
 
 lightning = pytest.importorskip("lightning")
@@ -227,6 +227,15 @@ def test_the_callback_sets_the_answer_before_fit(tmp_path: Path) -> None:
     assert data.batch_size != 4 and data.batch_size * trainer.accumulate_grad_batches == 96
     assert trainer.global_step == 2 and set(module.seen) == {(data.batch_size, torch.bfloat16)}
     assert trainer.precision == "bf16-mixed"
+
+
+def test_what_ddp_is_told_is_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = lightning.pytorch.strategies.DDPStrategy(bucket_cap_mb=100, gradient_as_bucket_view=True)
+    trainer = trainer_of(tmp_path, devices=2, strategy=strategy, sync_batchnorm=True)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    baseline = integration.task_of(Module(), Data(), trainer).baseline or {}
+    assert baseline["bucket_mb"] == 100 and baseline["ddp_bucket_view"] and baseline["sync_batchnorm"]
 
 
 def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
-from tests.integrations.answers import known
+from tests.integrations.answers import LAUNCHED, known
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -76,6 +76,13 @@ def arguments(folder: Path, **changes: Any) -> Any:
 def trainer_of(folder: Path, cls: Any = None, *, args: dict[str, Any] | None = None, **given: Any) -> Any:
     given = {"model": bert(), "train_dataset": sentences(), **given}
     return (cls or transformers.Trainer)(args=arguments(folder, **(args or {})), **given)
+
+
+def in_a_world(patch: pytest.MonkeyPatch) -> None:
+    """What Trainers that are there already are told of two processes, without a second one."""
+    for name, value in LAUNCHED.items():
+        patch.setenv(name, value)
+    patch.setattr(transformers.TrainingArguments, "world_size", 2)
 
 
 def in_a_probe(trainer: Any, folder: Path) -> Task:
@@ -235,6 +242,37 @@ def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> N
         ConfigError, match=r"devices: a search from a script is of the devices.*torchrun --nproc-per-node 2"
     ):
         integration.tune(trainer_of(tmp_path), devices=2)
+
+
+def test_what_ddp_is_told_is_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ({"ddp_bucket_cap_mb": 100, "ddp_find_unused_parameters": True}, {"ddp_find_unused_parameters": False})
+    told, plain = [trainer_of(tmp_path, args=args) for args in asked]
+    in_a_world(monkeypatch)
+    task = integration.task_of(told)
+    assert task.baseline is not None and task.baseline["bucket_mb"] == 100 and task.global_batch == 32
+    assert "DDP looks for unused parameters in each step of the Trainer" in "".join(task.warnings)
+    task = integration.task_of(plain)
+    assert task.baseline is not None and "bucket_mb" not in task.baseline and not task.warnings
+
+
+def test_batches_that_processes_divide_are_refused_with_the_batch_that_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path, args={"accelerator_config": {"split_batches": True}})
+    in_a_world(monkeypatch)
+    with pytest.raises(TaskError, match=r"divides per_device_train_batch_size=4 by its 2 .*_train_batch_size=2, which"):
+        integration.task_of(trainer)
+
+
+def test_trainers_that_do_not_train_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where WORLD_SIZE is set, and what Accelerate knows a launcher by is not."""
+    trainer = trainer_of(tmp_path)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        TaskError, match=r"2 processes were launched, and the Trainer of each trains among 1; start .*torchrun"
+    ):
+        integration.task_of(trainer)
 
 
 def test_another_optimizer_makes_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
