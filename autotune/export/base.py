@@ -20,6 +20,7 @@ from autotune.techniques.frameworks import (
     DEEPSPEED,
     EVAL_BATCH,
     LIGHTNING,
+    TORCH,
     TRANSFORMERS,
     merge,
 )
@@ -29,6 +30,8 @@ _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless 
 # give the micro batches of a step equal weights; transformers counts labels
 _ALIKE = {ACCELERATE, DEEPSPEED, LIGHTNING}
 _OVER_ACCELERATE = {ACCELERATE, TRANSFORMERS}  # the second trains by the first
+_BY_TORCH = {*_OVER_ACCELERATE, LIGHTNING, TORCH}  # spread models by DDP, and by FSDP block by block
+NO_PLACES = "the study does not say which modules it acted on; search again"
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,23 @@ class Exporter(ABC):
 
 
 def arguments(
-    result: Result, space: SearchedChoices, frameworks: Sequence[str], no_words: str
+    result: Result,
+    space: SearchedChoices,
+    frameworks: Sequence[str],
+    no_words: str,
+    *,
+    with_defaults: bool = False,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Say an answer's config in the words of one or several frameworks.
 
-    A technique that is off is said too where there are words for it, since the framework's default may differ. What the
+    A technique that is off is said too where there are words for it, unless that is known to be the framework's default. What the
     user's own file trains needs no words.
 
     Args:
         space: technique -> choices that were searched; may lack some or all.
         frameworks: keys of `Technique.frameworks`.
         no_words: why a technique that is on and that none of them can say is not said.
+        with_defaults: say the framework's defaults, too, as where there are arguments that say something else.
 
     Returns:
         framework -> its arguments; key of the config (or `eval_batch_size`, `loss_weight`) -> why it is in none of them.
@@ -95,7 +104,7 @@ def arguments(
     said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
     techniques = find_techniques()
-    lost = _lost(techniques, result, frameworks)
+    lost = lost_of(techniques, result, frameworks)
     users_own = techniques.trained({}).keys() - result.subject.trained.keys()
     for name, choice in result.config.items():
         searched = space.get(name, ())
@@ -104,7 +113,8 @@ def arguments(
         if name in lost:
             words = [None] * len(frameworks)
         for framework, found in zip(frameworks, words, strict=True):
-            said[framework] = merge(said[framework], found or {})
+            if with_defaults or name not in techniques or not techniques[name].is_default(framework, choice):
+                said[framework] = merge(said[framework], found or {})
         if all(found is None for found in words):
             if name not in techniques:
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
@@ -121,6 +131,8 @@ def arguments(
             "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
             "mean number of terms of the step's micro batches"
         )
+    if _BY_TORCH & {*frameworks}:
+        unsaid |= unknown_of_copies(result)
     if SPREAD not in unsaid and not techniques.is_off(SPREAD, result.config.get(SPREAD, techniques[SPREAD].off)):
         unsaid |= _said_of_shards(techniques, result, frameworks)
     return said, unsaid
@@ -134,15 +146,26 @@ def launching(result: Result) -> dict[str, str]:
     return {"num_processes": f"{number}: start the script with `torchrun --nproc-per-node {number}`"}
 
 
-def _lost(techniques: Techniques, result: Result, frameworks: Sequence[str]) -> dict[str, str]:
-    """Techniques that a framework has words for, and does not do on the device: why not."""
-    if not (
-        _OVER_ACCELERATE & {*frameworks}
-        and shards_parameters(result.config)
-        and result.subject.device.startswith("cpu")
-    ):
+def unknown_of_copies(result: Result) -> dict[str, str]:
+    """What DDP has to be told of copies of a model, and no measurement of the answer says; nothing where it is known."""
+    if result.subject.num_processes == 1 or shards_parameters(result.config) or SPREAD in result.places:
         return {}
-    why = "Accelerate shards parameters on GPUs alone, and trains copies of the model on a CPU"
+    return {
+        "find_unused_parameters": "the study does not say whether the loss leaves parameters out; search again, or set it where DDP "
+        "raises that some have no gradient"
+    }
+
+
+def lost_of(techniques: Techniques, result: Result, frameworks: Sequence[str]) -> dict[str, str]:
+    """Techniques that a framework has words for, and does not do on the device, or would do to other modules: why not."""
+    if not shards_parameters(result.config):
+        return {}
+    if _OVER_ACCELERATE & {*frameworks} and result.subject.device.startswith("cpu"):
+        why = "Accelerate shards parameters on GPUs alone, and trains copies of the model on a CPU"
+    elif _BY_TORCH & {*frameworks} and SPREAD not in result.places:
+        why = NO_PLACES
+    else:
+        return {}
     return {name: why for name, technique in techniques.items() if technique.phase is Phase.SPREAD}
 
 

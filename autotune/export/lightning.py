@@ -53,7 +53,7 @@ class Lightning(Exporter):
         number, places = result.subject.num_processes, result.places.get(SPREAD, {})
         if number > 1:
             trainer["devices"] = number
-        if shards_parameters(result.config):
+        if shards_parameters(result.config) and places:
             sizes = {"data_parallel_size": number, "tensor_parallel_size": 1}
             trainer["strategy"] = {"class_path": f"{_STRATEGIES}.ModelParallelStrategy", "init_args": sizes}
             text["configure_model"], in_it, casts = _configure_model(result)

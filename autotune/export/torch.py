@@ -10,7 +10,7 @@ from textwrap import indent, wrap
 
 from autotune.devices import capabilities_of
 from autotune.errors import ConfigError
-from autotune.export.base import Export, Exporter, SearchedChoices
+from autotune.export.base import NO_PLACES, Export, Exporter, SearchedChoices, lost_of, unknown_of_copies
 from autotune.export.source import Source
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
@@ -182,20 +182,22 @@ class _Script:
         self.techniques = find_techniques()
         self.said: dict[At, list[str]] = {place: [] for place in At}
         self.unsaid: dict[str, str] = {}
+        self.lost = lost_of(self.techniques, result, (TORCH,))
         for name, choice in result.config.items():
             if name in self.techniques and choice != self.techniques[name].off:
                 self._say(name, choice)
             elif name not in (*self.techniques, *BATCH_KEYS):
                 self.unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
+        self.unsaid |= unknown_of_copies(result)
 
     def _say(self, name: str, choice: Choice) -> None:
         technique = self.techniques[name]
         lines = technique.write(TORCH, choice, optimizer=technique.said_of)
-        why = ""
+        why = self.lost.get(name, "")
         if lines is None:
             why = "it has no lines of plain torch"
         elif name not in self.result.places and any(_OF_PLACES.search(text) for text in lines.values()):
-            why = "the study does not say which modules it acted on; search again"
+            why = NO_PLACES
         if why or lines is None:
             self.unsaid[name] = f"{technique.label(choice)}: {why}"
             return

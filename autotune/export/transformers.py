@@ -21,7 +21,7 @@ class Transformers(Exporter):
         said, unsaid = arguments(result, space, (TRANSFORMERS,), "`TrainingArguments` has no argument for it")
         device = {"use_cpu": True} if result.subject.device.startswith("cpu") else {}
         places, found = result.places.get(SPREAD, {}), said[TRANSFORMERS]
-        if result.subject.num_processes > 1:
+        if result.subject.num_processes > 1 and SPREAD in result.places:
             device["ddp_find_unused_parameters"] = bool(places.get("find_unused_parameters"))
         if "fsdp" in found and places.get("classes"):
             found = merge(found, {"fsdp_config": {"transformer_layer_cls_to_wrap": places["classes"]}})

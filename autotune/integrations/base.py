@@ -208,7 +208,8 @@ def words_of_changes(task: Task, result: Result, frameworks: Sequence[str]) -> d
     """
     before, found = _before(task, result), find_changes(task, result)
     space = {name: (before[name], choice) for name, choice in found.items()}
-    said, unsaid = arguments(replace(result, config=found), space, frameworks, "no argument says it")
+    changed = replace(result, config=found)
+    said, unsaid = arguments(changed, space, frameworks, "no argument says it", with_defaults=True)
     require_said(unsaid)
     for words in said.values():
         words.pop("shuffle", None)  # as it was

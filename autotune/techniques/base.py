@@ -330,6 +330,11 @@ class Technique(ABC):
         words = self.frameworks.get(framework)
         return None if words is None else words.read(arguments)
 
+    def is_default(self, framework: str, choice: Choice) -> bool:
+        """Whether the framework is known to make this choice without any argument."""
+        words = self.frameworks.get(framework)
+        return words is not None and words.is_default(choice)
+
 
 class Switch(Technique):
     """A technique that is on or off."""

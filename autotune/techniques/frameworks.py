@@ -64,6 +64,10 @@ class Words(ABC):
         """The choice that arguments stand for; None where they do not say, as for a loop, which cannot be read."""
         return None
 
+    def is_default(self, choice: Choice) -> bool:
+        """Whether the framework makes this choice without any argument, so that new ones need not say it."""
+        return False
+
 
 def words(**by_framework: Words) -> Mapping[str, Words]:
     """What frameworks call a technique, by the frameworks' names in the module's docstring."""
@@ -118,7 +122,7 @@ class Argument(Words):
 
 @dataclass(frozen=True)
 class Option(Words):
-    """One argument takes the choice as it is. Nothing is said of what the framework does without it.
+    """One argument takes the choice as it is, and need not be there for what the framework does by default.
 
     Attributes:
         name: the argument, or `group.name` for one in an argument that is a mapping.
@@ -128,10 +132,13 @@ class Option(Words):
     name: str
     default: Choice
 
-    def write(self, choice: Choice) -> dict[str, Any] | None:
+    def write(self, choice: Choice) -> dict[str, Any]:
         group, _, name = self.name.rpartition(".")
         said = {name: choice}
-        return None if choice == self.default else {group: said} if group else said
+        return {group: said} if group else said
+
+    def is_default(self, choice: Choice) -> bool:
+        return choice == self.default
 
     def read(self, arguments: Mapping[str, Any]) -> Choice | None:
         group, _, name = self.name.rpartition(".")

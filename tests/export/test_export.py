@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -198,6 +199,20 @@ def test_shards_are_said_by_their_blocks_on_gpus() -> None:
     assert said["trainer"]["precision"] == "bf16-mixed" and ast.parse(lines)
     assert all(part in lines for part in ('["h.0", "h.1"]', "reshard=False", "mp_policy=in_bf16()", "on_host(pinned="))
     assert export(result, "transformers").unsaid.keys() == {"num_processes"} and not export(result, "lightning").unsaid
+
+
+NO_PLACES = "the study does not say which modules it acted on; search again"
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "torch", "transformers"])
+def test_what_is_not_known_of_an_answer_whose_places_are_lost_is_listed(name: str) -> None:
+    """As of an older study: all that shards is left out, since without its blocks it would be another training."""
+    exported = export(of_world(parallel="fsdp", shard_dtype="bf16", places={}), name)
+    assert NO_PLACES in exported.unsaid["parallel"] and NO_PLACES in exported.unsaid["shard_dtype"]
+    assert not re.search(r'fully_shard\(|mp_policy=|"fsdp|"FSDP', exported.text)
+    exported = export(of_world(places={}), name)
+    assert "whether the loss leaves parameters out" in exported.unsaid["find_unused_parameters"]
+    assert "find_unused_parameters" not in export(of_world(places={"parallel": {}}), name).unsaid
 
 
 def test_shards_that_a_framework_does_not_make_are_listed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,14 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 import autotune
 from autotune.devices import linux
 from autotune.errors import TaskError
+from autotune.integrations.base import words_of_changes
 from autotune.runners.local import LocalRunner
 from autotune.session import prepare
 from autotune.task.loading import load_source, load_task
 from autotune.task.source import TaskSource
+from autotune.techniques.frameworks import TRANSFORMERS
 from autotune.units import GIB
+from tests.export.test_export import of_world
 from tests.integrations.answers import LAUNCHED
 
 FEATURES, CLASSES = 12, 4
@@ -217,6 +221,13 @@ def test_a_loaders_batch_is_one_process_of_a_script_and_all_of_a_model_file(
     )
     assert autotune.Task.from_loader(net(), DataLoader(dataset(), batch_size=8)).global_batch == 16
     assert load_task(f"{tmp_path / 'model.py'}:task").global_batch == 8
+
+
+def test_an_answer_takes_an_option_back_to_the_frameworks_default() -> None:
+    """Where nothing is said in its place, what the script says holds."""
+    task = autotune.Task(build_model=net, train_dataset=dataset, baseline={"bucket_mb": 100, "ddp_static_graph": True})
+    said = words_of_changes(task, replace(of_world(), baseline=None), (TRANSFORMERS,))[TRANSFORMERS]
+    assert (said["ddp_bucket_cap_mb"], said["ddp_static_graph"]) == (25, False)
 
 
 def test_what_no_task_can_be_made_of_is_refused_with_the_next_step() -> None:
