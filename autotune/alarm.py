@@ -87,7 +87,7 @@ class Alarm:
             why = f"an allocation of {format_bytes(attempted)} failed" if attempted else in_one_line(error)
             what, next_step = f"ran out of memory ({why})", _NEXT_STEP
             error.add_note(
-                "autotune cannot take the step again in smaller micro batches: the other processes are somewhere in the same "
+                "autotune cannot go on in smaller micro batches: the other processes are somewhere in the same "
                 f"step, and have been told to end; {_NEXT_STEP}"
             )
         self._line.say(f"rank {self._world.rank} {what}, and no other process can go on without it; {next_step}")

@@ -377,8 +377,9 @@ def explain(
 ) -> Explanation:
     """Explain where memory and time go, layer by layer and kind by kind, and what each technique alone would change.
 
-    Whole training steps are traced without computing anything. Where the device is in this machine, the config is also
-    run for a short while; a model that cannot be traced is explained by that alone.
+    Whole training steps are traced without computing anything. Where one device of this machine trains, the config is also run for
+    a short while; a model that cannot be traced is explained by that alone. With several `devices` nothing is run: what rank 0 holds
+    is traced, and what goes over the wire in a step.
 
     Args:
         task: as in `search`.

@@ -38,9 +38,10 @@ class Session:
     """A task made ready to train with a config.
 
     Attributes:
-        model: the model on its device, in training mode.
+        model: the model on its device, in training mode; where the world shards parameters, with this process's shards.
         optimizer: the task's own, stepping as the config says; for a `train_step` all that the task configures.
-        loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end.
+        loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end. In a world of
+            several processes it is this one's part of the step, and its share of the dataset.
         config: the config that was applied.
         device: the torch device.
         world: the processes that train the model together, this one among them.
@@ -77,7 +78,8 @@ class Session:
 
         Where memory runs out, the step is taken again in smaller micro batches (`prepare`'s `on_oom`). It is then the step
         that a session with those micro batches takes from the same parameters, buffers and random state. In a world of several
-        processes it raises in all of them, whatever has failed in one.
+        processes no step is taken again: with `on_oom="halve"` it raises in all of them, whatever has failed in one; with `"raise"` in
+        the one alone, for which the others wait.
 
         Args:
             batch: a batch of `loader`, or one like the task's own on any device, which is cut into micro batches. A batch
@@ -89,8 +91,8 @@ class Session:
         Raises:
             TaskError: the batch has to be cut, and cannot be.
             ConfigError: the batch has to be cut, and a technique of the config takes whole batches only.
-            PeerError: another process has failed, or is gone; it says which, and how, where that was told.
-            Exception: out of memory, as torch raises it, with a note that says why the step was not taken again.
+            PeerError: another process has failed, or is gone; it says which, and how, where that was told. Not with `on_oom="raise"`.
+            Exception: out of memory, as torch raises it; with `on_oom="halve"` a note says why the step was not taken again.
         """
         if self._recovery is not None:
             return self._recovery.step(self, self._micro_batches(batch))
@@ -175,13 +177,14 @@ class Session:
             return loss
 
     def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
-        """Evaluate the model, in the config's precision and `torch.inference_mode`, without changing how training goes on.
+        """Evaluate the model, in the config's precision and without gradients, without changing how training goes on.
 
-        Where memory runs out, a batch is evaluated in halves (`prepare`'s `on_oom`).
+        Where memory runs out, a batch is evaluated in halves (`prepare`'s `on_oom`). In a world of several processes it is not:
+        it raises as `step` does. All of them call this, and all have the means over what each was given.
 
         Args:
             data: batches, such as a data loader yields, or a dataset; None for the task's `eval_dataset`, or what a
-                LightningModule's own `val_dataloader` gives.
+                LightningModule's own `val_dataloader` gives. Several processes share out a dataset; batches are this one's own.
             batch_size: of a dataset: `result.evaluation.eval_batch_size`. None for that of training. With it, `data` is a
                 dataset of any kind; without it, one given here that is no `torch.utils.data.Dataset` is taken for batches.
 
@@ -192,7 +195,8 @@ class Session:
 
         Raises:
             TaskError: there is no such data or nothing in it that counts, or no loss to evaluate with.
-            Exception: out of memory, as torch raises it, with a note that says why the batch was not halved.
+            PeerError: as `step` does.
+            Exception: out of memory, as torch raises it; with `on_oom="halve"` a note says why the batch was not halved.
         """
         is_dataset = data is None or batch_size is not None or isinstance(data, torch.utils.data.Dataset)
         task = self.task
@@ -423,17 +427,17 @@ def prepare(
     Args:
         task: a task, or the path of a `model.py`.
         config: a config dict. Techniques that it does not name are off; the default batch size is the baseline's.
-        device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the current one of the process, as in a probe.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`. A GPU becomes the current one of the process, as in a probe; of a launched
+            process, `auto` and `cuda` mean the one of its `LOCAL_RANK`.
         global_batch: samples per optimizer step, in place of the task's own.
         on_oom: what `step` does when memory runs out. `halve` takes the same step again in smaller micro batches, where what
             the first attempt changed can be restored (`autotune.recovery`); `raise` does not, as in a probe. Where the loss
             couples the samples of a batch (contrastive, with negatives from the batch), smaller micro batches learn something
             else, and `halve` raises, too: the first time it compares the gradient of a few samples with that of their
-            halves. To be able to restore, `halve` takes
-            note of the state before each step. That takes processor time which probes do not measure: some 0.05 ms a step,
-            and 0.1 ms with 800 parameters and 100 buffers. In a world of several processes it raises in all of them, with the
-            reason, whatever fails in one: the others are somewhere in the same step, which none can take back. With gloo they
-            raise once the process that failed has ended.
+            halves. To be able to restore, `halve` takes note of the state before each step. That takes processor time which probes do
+            not measure: some 0.05 ms a step, and 0.1 ms with 800 parameters and 100 buffers. In a world of several processes `halve`
+            takes no step again, since the others are somewhere in it, which none can take back: it raises in all of them, with the
+            reason, whatever fails in one; with gloo once the process that failed has ended. With `raise` nobody tells the others.
         world: the processes that train the model together, this one among them: the global batch is what all of them take.
             None for the world that this process was launched into (`torchrun`), whose process group it joins.
 

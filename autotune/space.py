@@ -356,7 +356,7 @@ def build_space(
             others = [f"{name}={choice}" for choice in support.optional if choice not in searched]
             optional_here += [name] if len(searched) == 1 or techniques.is_ordered(name) else others
         elif name in include and len(searched) == 1 and support.reason:
-            notes.append(f"{name} has nothing to search here: {support.reason}")
+            notes.append(f"{name} has nothing to search here: {support.reason}; leave it out of --include")
         if name in trained:  # each space trains one thing: what else may be trained is ranked beside it
             searched = (baseline[name],)
         choices[name] = searched

@@ -135,7 +135,7 @@ def test_accumulating_more_than_the_baseline_is_left_out_when_it_is_optional():
 def test_what_was_asked_for_and_cannot_be_searched_is_told_with_the_reason():
     support = support_with(amp=Support(choices=("off",), reason="a step in it would hardly end here"))
     _, notes = build_space(inspection(support=support), find_techniques(), include=("amp",), exclude=())
-    assert "amp has nothing to search here: a step in it would hardly end here" in notes
+    assert "amp has nothing to search here: a step in it would hardly end here; leave it out of --include" in notes
 
 
 def test_what_is_left_out_is_told_with_the_way_to_include_it():

@@ -83,7 +83,7 @@ def find_executable_config(
     The search takes place when the function is first called. Searched is what Accelerate and `DataLoader` can say. The answer
     may accumulate, which takes a `with accelerator.accumulate(model):` around each micro batch. Should the function run out of
     memory all the same, it is called again with micro batches half as large, and more of them a step; not so where the search
-    has found that they learn something else.
+    has found that they learn something else, or where several processes train together.
 
     The baseline's precision, compilation and sharding are those of `accelerate launch`, where that started the script. What an
     `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.

@@ -99,7 +99,7 @@ def tune(
     Args:
         module: as it stands before `fit`.
         datamodule: makes the training loader; None for the trainer's or the module's own. It is asked on a copy.
-        trainer: its precision, accumulation, clipping and device are the baseline; None for those of `Trainer()`.
+        trainer: its precision, accumulation, clipping, device and options of DDP are the baseline; None for those of `Trainer()`.
         train_dataloaders: in place of `datamodule`, one `DataLoader`.
         listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.

@@ -79,12 +79,12 @@ def tune(
     Args:
         model: on the device to train on, if no `Accelerator` will put it there. The loop has to call the model itself, and
             not a method of it. In a launched script it is not wrapped yet (`DistributedDataParallel`, `accelerator.prepare`).
-        loader: of the training set.
+        loader: of the training set, with the batch size of this process.
         loss: of the model's output and the last element of a batch; None for the model's own, or the default losses.
         optimizer: of the model's parameters.
         baseline: what else the loop itself does, such as `{"accumulation_steps": 4, "amp": "bf16"}`; it goes on doing so.
-            An `Accelerator` that exists already is asked for its device, precision and compilation, and so is
-            `accelerate launch` where there is none yet.
+            An `Accelerator` that exists already is asked for its device, precision, compilation and sharding, and so is
+            `accelerate launch` where there is none yet; options of DDP are not seen: `{"bucket_mb": 100}` states one.
         listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.
 

@@ -26,7 +26,7 @@ class SpreadTechnique(Technique):
     keeps_random_masks = True
 
     def why_not(self, setting: Setting) -> str:
-        return "" if setting.world.size > 1 else "one process trains alone"
+        return "" if setting.world.size > 1 else "one process trains alone, and several need --devices"
 
 
 class SpreadOption(SpreadTechnique):

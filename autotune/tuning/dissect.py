@@ -44,7 +44,7 @@ def dissect(
     settings: ProbeSettings | None,
     timeout_s: float,
 ) -> Explanation:
-    """Trace a config and what differs from it by one choice; measure it where there is a device.
+    """Trace a config and what differs from it by one choice, as rank 0 runs it; measure it where `settings` say how.
 
     Args:
         target: the kind of device to explain for.

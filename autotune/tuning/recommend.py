@@ -47,8 +47,14 @@ class NothingFeasible(AutotuneError):
 
 
 class Interrupted(AutotuneError):
-    """The user interrupted the search; `result` is the best so far, or None, `scaling` that of each number of devices. Exit code 130."""
+    """The user interrupted the search. Each process of a launched script that was told of it raises it, too.
 
+    Attributes:
+        result: the best so far of the search that was running; None where nothing was measured.
+        scaling: where several numbers of devices are searched, what was found of each; None where that is nothing, or for one search.
+    """
+
+    exit_code = 130
     scaling: Scaling | None = None
 
     def __init__(self, result: Result | None) -> None:

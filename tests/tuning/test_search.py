@@ -111,6 +111,7 @@ def test_a_play_off_interrupted_in_its_first_round_is_not_held(tmp_path, seed):
     with pytest.raises(Interrupted) as raised:
         answer(made)
     assert len(runner.played) == 1
+    assert raised.value.exit_code == 130
     assert_unconfirmed(raised.value.result, made)
 
 
