@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments, unknown_of_copies
 from autotune.records.result import Result
 from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
@@ -57,9 +57,8 @@ class Accelerate(Exporter):
             "# In train.py: `with accelerator.accumulate(model):` around all of a micro batch, or gradients do not accumulate",
             "# Add your own collate_fn; leave shuffle out for an IterableDataset or a sampler.",
         ]
-        return Export(
-            "\n".join([*comments, *(f"{name}: {json.dumps(value)}" for name, value in of_file.items())]), unsaid
-        )
+        text = "\n".join([*comments, *(f"{name}: {json.dumps(value)}" for name, value in of_file.items())])
+        return Export(text, {**unsaid, **unknown_of_copies(result)})
 
 
 def _spread(result: Result, said: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -131,8 +131,6 @@ def arguments(
             "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
             "mean number of terms of the step's micro batches"
         )
-    if _BY_TORCH & {*frameworks}:
-        unsaid |= unknown_of_copies(result)
     if SPREAD not in unsaid and not techniques.is_off(SPREAD, result.config.get(SPREAD, techniques[SPREAD].off)):
         unsaid |= _said_of_shards(techniques, result, frameworks)
     return said, unsaid
