@@ -73,7 +73,10 @@ def run(command: list[str], environment: Mapping[str, str], folder: Path) -> tup
 def booked_bytes(
     model: Path, config: Mapping[str, Any], environment: Mapping[str, str], folder: Path
 ) -> tuple[int, int]:
-    """What a probe of a config tells as its peak, and the most that the books showed for one process meanwhile."""
+    """What a probe of a config tells as its peak, and the most that the books showed for its process, which comes last.
+
+    The inspection runs before it in a process of its own, and may take more than a config that saves memory.
+    """
     played = Played(Path(environment["PLAYED_STATE"]))
     command = [
         sys.executable,
@@ -87,16 +90,17 @@ def booked_bytes(
         "cuda",
         "--json",
     ]
-    most = 0
+    most: dict[int, int] = {}  # by process, in the order of their coming
     with subprocess.Popen(
         command, env={**environment}, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as probe:
         while probe.poll() is None:
-            most = max(most, *played.processes().values(), 0)
+            for pid, held_bytes in played.processes().items():
+                most[pid] = max(most.get(pid, 0), held_bytes)
             time.sleep(LOOK_EVERY_S)
         assert probe.stdout is not None
         told = json.loads(probe.stdout.read())
-    return int(told["measurement"]["peak_bytes"]), most
+    return int(told["measurement"]["peak_bytes"]), [*most.values()][-1]
 
 
 def rows(cards: list[str], models: list[str], budget: str, sizes: Mapping[str, str]) -> Iterator[str]:
