@@ -23,6 +23,7 @@ from autotune.records.explanation import Explanation
 from autotune.records.inspection import Inspection
 from autotune.records.options import (
     ONE_DEVICE,
+    ONE_SLOT,
     CommandOptions,
     ExplainOptions,
     PredictOptions,
@@ -169,6 +170,11 @@ def search_command(
         AutotuneError: as `search` does.
     """
     asked = CommandOptions.of(options, total_bytes=_total_bytes)
+    if asked.slots != ONE_SLOT:
+        raise ConfigError(
+            f"slots {asked.slots}: a command chooses its devices itself, so its runs are not held apart; leave --slots out, or search "
+            "a MODEL"
+        )
     template = Command(command, asked.choices)
     runner = CommandRunner(
         template,

@@ -6,7 +6,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.time import TimeModel
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.study import Prediction
 from autotune.space import Space
 from autotune.techniques import Techniques
@@ -32,6 +32,7 @@ UNSAFE = 1e3  # puts unsafe configs below all others, where nothing is known tha
 MAX_ENUMERATED = 3000  # a space of at most so many configs is looked at whole
 NUM_STARTS = 3  # of the climbs through a larger space
 UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
+LIKELY = 0.5  # chance to fit and to run from which a running probe is believed to be measured
 RUNS_AFTER_FAILURE = 0.2  # chance to run that is left to a config which bears the whole blame for one failure
 PROVEN = 3.0  # times the blame: for a choice that failed where everything else was seen to run
 TRIFLE = 0.005  # of a step's time: whatever acts on no more than that cannot gain much
@@ -244,6 +245,21 @@ class Acquisition:
         """Whether a technique acts on next to nothing of a config's cost, so that no choice of it can make a difference."""
         return not self.memory_weight and self.time.reach(config, name) <= TRIFLE
 
+    def believed(self, running: Sequence[Config]) -> list[tuple[Config, Outcome]]:
+        """What probes that have not ended are believed to find: what is predicted. None of one that is not likely to fit and to run."""
+        if not running or self.best is None:
+            return []
+        measured = self.seen[self.best].measurement
+        assert measured is not None
+        found = self.posterior(running)
+        speeds = [estimate.samples_per_s for estimate in self.time.estimate(running)]
+        likely = found.to_fit * self._chance_to_run(running) >= LIKELY
+        return [
+            (config, Outcome(kind=Kind.OK, measurement=_as_measured(config, speed, peak, measured)))
+            for config, speed, peak, is_likely in zip(running, speeds, found.peaks, likely, strict=True)
+            if is_likely
+        ]
+
     def predict(self, config: Config) -> Prediction:
         """The prediction for one config."""
         found = self.posterior([config])
@@ -285,6 +301,20 @@ class Acquisition:
                     f"without {name}" if is_off else f"{choice}" if isinstance(choice, str) else f"{name}={choice}"
                 )
         return ", ".join(words)
+
+
+def _as_measured(config: Config, samples_per_s: float, peak: MemoryEstimate | None, like: Measurement) -> Measurement:
+    """A measurement of what is predicted, as precise as another one, whose peak it has where none is predicted."""
+    precision = like.samples_per_s_low / like.samples_per_s, like.samples_per_s_high / like.samples_per_s
+    return replace(
+        like,
+        samples_per_s=samples_per_s,
+        samples_per_s_low=samples_per_s * precision[0],
+        samples_per_s_high=samples_per_s * precision[1],
+        step_s=config.samples_per_step / samples_per_s,
+        peak_bytes=like.peak_bytes if peak is None else peak.peak_bytes,
+        phases_s={},
+    )
 
 
 def _trained(outcome: Outcome) -> bool:

@@ -55,9 +55,15 @@ class CostModel:
         self._is_told = False
 
     def propose(self, history: History) -> Proposal | None:
-        """The config to probe next; None if no config has more than a small chance to beat the best."""
+        """The config to probe next; None if no config has more than a small chance to beat the best.
+
+        Probes that run count as if they had found what is predicted of them, so that those at once are not all the same. Source:
+        the kriging believer of Ginsbourger, Le Riche and Carraro, Kriging Is Well-Suited to Parallelize Optimization (2010).
+        """
 
         def next_config(models: Acquisition) -> Proposal | None:
+            if pending := models.believed(sorted(history.running, key=str)):
+                models = self._fitted_with(history, [*history.evidence, *pending], models.memory)
             found = models.next(history.admissible())
             return None if found is None else Proposal(config=found)
 
@@ -101,18 +107,21 @@ class CostModel:
         """The acquisition fitted to the history, cached because a proposal and its prediction are asked for one after the other."""
         space, peaks, probes = known = history.space, self._peaks(), history.evidence
         if self._last is None or self._last[0] != known:
-            lengths = peaks.lengths if peaks is not None else None
-            time_model = TimeModel(space, probes, lengths, Roofline.of(self._calibration, peaks))
             memory_model = MemoryModel(peaks, self._outside_bytes, space, probes)
-            found = Acquisition(
-                space,
-                history.objective,
-                time_model,
-                memory_model,
-                probes,
-                self._seed,
-                setup_s=history.setup_s,
-                probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
-            )
-            self._last = known, found
+            self._last = known, self._fitted_with(history, probes, memory_model)
         return self._last[1]
+
+    def _fitted_with(self, history: History, probes: Probes, memory_model: MemoryModel) -> Acquisition:
+        """The acquisition whose model of time is fitted to probes."""
+        peaks = self._peaks()
+        lengths = peaks.lengths if peaks is not None else None
+        return Acquisition(
+            history.space,
+            history.objective,
+            TimeModel(history.space, probes, lengths, Roofline.of(self._calibration, peaks)),
+            memory_model,
+            probes,
+            self._seed,
+            setup_s=history.setup_s,
+            probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
+        )

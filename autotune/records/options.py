@@ -68,6 +68,13 @@ DEVICES = Option(
     "the devices that train the model together, each by a process",
 )
 ONE_DEVICE = "1"
+SLOTS = Option(
+    "slots",
+    kinds.text("N|all|cuda:0,1|cpu:2"),
+    EFFORT,
+    "run independent probes at once, one on each of so many devices or parts of the CPU",
+)
+ONE_SLOT = "1"
 MEMORY_LIMIT = Option(
     "memory_limit",
     kinds.MEMORY,
@@ -202,6 +209,7 @@ class SearchOptions(RunOptions):
     budget_s: float = BUDGET.default(300.0)
     num_trials: int | None = TRIALS.default(None)
     probe_timeout_s: float | None = PROBE_TIMEOUT.default(None)
+    slots: str = SLOTS.default(ONE_SLOT)
     eval: bool = EVAL.default(False)
     study: str | None = STUDY.default(None)
     storage: str | None = STORAGE.default(None)

@@ -7,7 +7,7 @@ Each field is an attribute of its own, under its name. Fields with a default may
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Self
 
@@ -183,6 +183,40 @@ class Traced(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Neighbours(Record):
+    """How probes disturb each other that run at once.
+
+    Attributes:
+        slots: names of the slots that there are.
+        most: probes that run at once.
+        losses: share of its speed that the baseline loses beside others: (probes at once, share), in the order in which it was compared.
+        left_out: which devices are no slots, and which slots died, and why.
+    """
+
+    slots: tuple[str, ...]
+    most: int
+    losses: tuple[tuple[int, float], ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def compared(self, width: int, loss: float) -> Self:
+        """With one more comparison, of so many probes at once."""
+        return replace(self, losses=(*self.losses, (width, loss)))
+
+    def at_most(self, width: int) -> Self:
+        """With no more than so many probes at once, and at least one."""
+        return replace(self, most=max(1, width))
+
+    def slowed(self, outcome: Outcome) -> str:
+        """Why the figures of a probe weigh less, in words: as many at once slowed each other down; empty where they did not."""
+        width = 1 + len({label.rpartition(" on ")[2] for label in outcome.beside})
+        losses = [(number, loss) for number, loss in self.losses if self.most < number <= width]
+        if not losses:
+            return ""
+        number, loss = min(losses)
+        return f"{number} probes at once slow each other down by {loss:.1%}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyFacts(SearchFacts):
     """What the last search said of itself, and what all searches of the study found apart from probes.
 
@@ -195,6 +229,7 @@ class StudyFacts(SearchFacts):
         whole_rounds: numbers of the play-off's rounds that were not cut short.
         checks: every comparison that finished.
         evaluated: techniques, as text -> every process that evaluated with them.
+        neighbours: how probes that ran at once disturbed each other; None where there was one slot.
     """
 
     format: int = 1
@@ -206,6 +241,7 @@ class StudyFacts(SearchFacts):
     checks: tuple[Comparison, ...] = ()
     evaluated: dict[str, tuple[Evaluated, ...]] = field(default_factory=dict)
     traces: Traced | None = None
+    neighbours: Neighbours | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,14 @@ from autotune.runners.table import Row, Table, TableError
 class ReplayRunner(InstantRunner):
     """Answers from a table: each probe of a config is one of its recorded repeats, drawn without replacement.
 
-    Nothing is trained. Inspection, device, baseline and traces are the table's, the clock counts the recorded seconds of
-    the probes, and checks are not compared.
+    Nothing is trained. Inspection, device, baseline and traces are the table's, on the clock each probe takes the seconds that were
+    recorded, several at once in as many slots, and checks are not compared.
 
     Args:
         table: a table, or its file.
         memory_limit_bytes: what the device is to have free; None for what the probes were allowed when they were recorded.
         seed: of the order in which repeats are drawn. When all have been drawn, they are drawn again.
+        num_slots: probes that may run at once. What was recorded alone is taken to hold beside others, too.
 
     Raises:
         TableError: the file is not a table.
@@ -34,13 +35,15 @@ class ReplayRunner(InstantRunner):
 
     keeps_traces = False
 
-    def __init__(self, table: Table | str | Path, *, memory_limit_bytes: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, table: Table | str | Path, *, memory_limit_bytes: int | None = None, seed: int = 0, num_slots: int = 1
+    ) -> None:
         super().__init__()
         self._table = table if isinstance(table, Table) else table_file.read(table, self.techniques)
         self._memory_limit_bytes = memory_limit_bytes
         self._seed = seed
         self._drawn: dict[Config, list[Row]] = {}
-        self._now_s = 0.0  # recorded seconds of the probes so far
+        self._num_slots = num_slots
         header = self._table.header
         self.task_name = header.task
         self.stated = Stated(
@@ -55,14 +58,20 @@ class ReplayRunner(InstantRunner):
         return f"{self.task_name}-replay"
 
     def now_s(self) -> float:
-        return self._now_s
+        return self.passed_s
+
+    def takes_s(self, job: jobs.Job[Any], result: Any) -> float:
+        """The recorded seconds of a probe."""
+        return result.wall_s if isinstance(job, jobs.ProbeJob) else 0.0
 
     def slots(self) -> tuple[Slot, ...]:
-        """One, on the device that the table was recorded on."""
+        """Of the kind of the device that the table was recorded on."""
         info = self._table.header.device_info()
         if self._memory_limit_bytes is not None:
             info = replace(info, free_bytes=self._memory_limit_bytes)
-        return (Slot(name=info.name, device=info),)
+        if self._num_slots == 1:
+            return (Slot(name=info.name, device=info),)
+        return tuple(Slot(name=f"{info.name} {number}", device=info) for number in range(self._num_slots))
 
     def result_of(self, job: jobs.Job[Any]) -> Any:
         """The recorded result of a job. Raises TableError for a config that the table does not hold."""
@@ -74,9 +83,7 @@ class ReplayRunner(InstantRunner):
                     self._table.header.inspection(self.techniques), device=self.slots()[0].device, comparable=False
                 )
             case jobs.ProbeJob():
-                outcome = self._probe(job.config, job.settings)
-                self._now_s += outcome.wall_s
-                return outcome
+                return self._probe(job.config, job.settings)
             case jobs.CheckJob():
                 return jobs.NotCompared(reason="the search ran over a recorded table, which holds no gradients")
             case jobs.EvaluateJob():

@@ -307,11 +307,16 @@ def _tell(watch: Callable[[Traces], None], known: Traces, found: Traces) -> None
 
 
 class InstantRunner(Runner):
-    """Looks results up, or computes them. Jobs wait in line to be collected, as many as there are slots."""
+    """Looks results up, or computes them. Jobs are collected in the order in which they end on a clock of its own.
+
+    Attributes:
+        passed_s: seconds that have passed on that clock: until the last job that was collected has ended.
+    """
 
     def __init__(self) -> None:
         self._host = Host()
-        self._finished: list[Finished] = []
+        self._finished: list[tuple[float, Finished]] = []  # when each ends on the clock, and what comes of it
+        self.passed_s = 0.0
 
     def __exit__(self, *exc_info: object) -> None:
         """Nothing runs on."""
@@ -321,26 +326,35 @@ class InstantRunner(Runner):
     def result_of(self, job: Job[Any]) -> Any:
         """The result of a job; an `Outcome` where it failed."""
 
+    def takes_s(self, job: Job[Any], result: Any) -> float:
+        """Seconds that a job takes on the runner's clock."""
+        return 0.0
+
     def submit(self, job: Job[Any], slot: str = "") -> int:
-        """As `Runner.submit`; the job has ended when this returns. Raises what `result_of` raises."""
+        """As `Runner.submit`; the result is known when this returns. Raises what `result_of` raises."""
         stay = self._host.take({one.name: one.device.name for one in self.slots()}, job, slot)
         try:
-            self._finished.append(Finished(ticket=stay.ticket, result=self.result_of(job)))
+            result = self.result_of(job)
         except BaseException:
             self._host.leave(stay.ticket)
             raise
+        ends_s = self.passed_s + self.takes_s(job, result)
+        self._finished.append((ends_s, Finished(ticket=stay.ticket, result=result)))
         return stay.ticket
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
         """As `Runner.collect`; never waits."""
         if not self._finished:
             raise RuntimeError("nothing is in flight; submit a job first")
-        finished = self._finished.pop(0)
+        first = min(self._finished, key=lambda one: one[0])  # of several the one that was submitted first
+        self._finished.remove(first)
+        ends_s, finished = first
+        self.passed_s = max(self.passed_s, ends_s)
         return replace(finished, result=self._host.leave(finished.ticket).place(finished.result))
 
     def progress(self, ticket: int) -> Progress | None:
         """As `Runner.progress`: nothing is streamed."""
-        return Progress() if any(finished.ticket == ticket for finished in self._finished) else None
+        return Progress() if any(finished.ticket == ticket for _, finished in self._finished) else None
 
     def cancel(self, ticket: int) -> None:
         """As `Runner.cancel`; a job that has ended stays as it is."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.study import BASELINE, Trial
+from autotune.records.study import BASELINE, Neighbours, Trial
 from autotune.space import Space
 from autotune.techniques import Phase
 
@@ -47,9 +48,11 @@ class History:
         self.longest_step_s = longest_step_s
         self.num_resumed = sum(not trial.in_play_off for trial in trials)
         self.running: set[Config] = set()
+        self.neighbours: Neighbours | None = None  # how probes at once disturb each other, once that is known
         self._objective = objective
         self._trials = list(trials)
-        self._known: tuple[int, dict[Config, Outcome]] = (-1, {})  # number of trials, and `known` after these
+        # number of trials, what is known of neighbours, and `known` after these
+        self._known: tuple[int, Neighbours | None, dict[Config, Outcome]] = (-1, None, {})
         baselines = {space.baseline, *(trial.config for trial in trials if trial.stage == BASELINE)}
         self._retryable = retryable(trials, baselines, timeout_s, objective)
 
@@ -76,26 +79,38 @@ class History:
     @property
     def known(self) -> dict[Config, Outcome]:
         """Every config that need not be probed again, with the outcome that stands."""
-        if self._known[0] != len(self._trials):
+        if self._known[:2] != (len(self._trials), self.neighbours):
             counted = group_by_config(trial for trial in self.searched if trial.number not in self._retryable)
-            known = {config: what_stands([trial.outcome for trial in found]) for config, found in counted.items()}
-            self._known = len(self._trials), known
-        return self._known[1]
+            known = {config: what_stands(list(map(self._weighed, found))) for config, found in counted.items()}
+            self._known = len(self._trials), self.neighbours, known
+        return self._known[2]
 
     @property
     def evidence(self) -> list[tuple[Config, Outcome]]:
         """The trials that the models learn from: those of the search, and failures of the play-off.
 
         The play-off's speeds are left out, because the machine may have become slower since the search. Where the search
-        measured a config again, only the last measurement is kept.
+        measured a config again, only the measurement that stands is kept.
         """
-        found: dict[Config | int, tuple[Config, Outcome]] = {}
+        found: dict[Config | int, list[Outcome]] = {}
+        configs: dict[Config | int, Config] = {}
         left_out = self._says_nothing
         for trial in self._trials:
             if trial.number not in left_out and not (trial.in_play_off and trial.feasible):
                 repeatable = trial.outcome.ok and not trial.in_play_off
-                found[trial.config if repeatable else trial.number] = trial.config, trial.outcome
-        return list(found.values())
+                key = trial.config if repeatable else trial.number
+                found.setdefault(key, []).append(self._weighed(trial))
+                configs[key] = trial.config
+        return [(configs[key], what_stands(outcomes)) for key, outcomes in found.items()]
+
+    def _weighed(self, trial: Trial) -> Outcome:
+        """A trial's outcome; where as many probes at once slow each other down, this is among what disturbed it, so it weighs less."""
+        outcome = trial.outcome
+        slowed = self.neighbours.slowed(outcome) if self.neighbours is not None else ""
+        if not slowed or outcome.measurement is None:
+            return outcome
+        measured = replace(outcome.measurement, disturbances=(*outcome.measurement.disturbances, slowed))
+        return replace(outcome, measurement=measured)
 
     @property
     def failed_again(self) -> dict[Config, Outcome]:
@@ -245,9 +260,12 @@ def _since_last_search(trials: Sequence[Trial]) -> Sequence[Trial]:
 def what_stands(outcomes: Sequence[Outcome]) -> Outcome:
     """The outcome that stands for a config that was probed several times: the last certain one, else the last.
 
-    A measurement is certain, and so is running out of memory, since the limit stays the same, unless others held the memory.
+    A measurement is certain, and so is running out of memory, since the limit stays the same, unless others held the memory. A
+    measurement that was disturbed stands only where none was not.
     """
-    return ([outcome for outcome in outcomes if _is_certain(outcome)] or outcomes)[-1]
+    certain = [outcome for outcome in outcomes if _is_certain(outcome)]
+    calm = [outcome for outcome in certain if not outcome.disturbances]
+    return (calm or certain or outcomes)[-1]
 
 
 def _is_certain(outcome: Outcome) -> bool:

@@ -215,6 +215,10 @@ class Techniques(Mapping[str, Technique]):
         on = ((self[name], choice) for name, choice in self.switched_on(config))
         return sum(technique.expectation(choice, (technique.off, choice)).setup_s for technique, choice in on)
 
+    def loads_host(self, config: Config) -> frozenset[str]:
+        """The techniques of `config` that keep the host busy beside a device of its own."""
+        return frozenset(name for name, _ in self.switched_on(config) if self[name].loads_host)
+
     def allocator_settings(self, config: Config) -> str:
         """What the techniques of `config` add to the settings of torch's CUDA allocator; empty for nothing."""
         return ",".join(filter(None, (t.allocator_settings(config[name]) for name, t in self.items())))

@@ -35,6 +35,7 @@ class ActivationOffload(Technique):
     order = 40
     untraced = "how much is on its way to host memory at the peak is not traced"
     ordered = True
+    loads_host = True
     keeps_random_masks = True
     frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "offload(model, DEVICE, {places})"}))
 

@@ -148,6 +148,8 @@ class Technique(ABC):
         untraced: why its memory cannot be traced without running it, where that holds for every choice but `off`.
         expected: what every choice but `off` is expected to do to time and memory. By default it may act on any part of them;
             a technique that is said to act on no part that takes time here is never probed.
+        loads_host: every choice but `off` keeps the host's memory, bus or processors busy beside a device of its own, so that
+            probes with it disturb others that run at once.
         against_shortage: its optional choices are searched as well where plain training ran out of memory at inspection.
         likely: choices that usually win, best first. The first supported one is probed at the start of a search.
         frameworks: what other frameworks call it; see `autotune.techniques.frameworks`.
@@ -174,6 +176,7 @@ class Technique(ABC):
     expected: ClassVar[Expectation] = Expectation(
         compute=_ANYTHING, launch=_ANYTHING, update=_ANYTHING, activations=_ANYTHING
     )
+    loads_host: ClassVar[bool] = False
     against_shortage: ClassVar[bool] = False
     likely: ClassVar[tuple[Choice, ...]] = ()
     frameworks: ClassVar[Mapping[str, Words]] = {}

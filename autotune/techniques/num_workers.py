@@ -49,6 +49,7 @@ class NumWorkers(LoaderOption):
     off = 0
     ordered = True
     order = 10
+    loads_host = True
     likely = (2, 1)
     choices = (0, 1)
     # Workers hide the loading, unless they take processors that training needs.

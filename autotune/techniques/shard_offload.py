@@ -17,6 +17,7 @@ class ShardOffload(SpreadOption, Switch):
     summary = "shards lie in host memory, and the optimizer steps there: far less on the device, far slower"
     applies = "if included or if memory is short: several GPUs, sharded parameters"
     of_shards = True
+    loads_host = True
     leanest = (True,)
     against_shortage = True
     untraced = "a trace does not tell the host's memory from the device's"

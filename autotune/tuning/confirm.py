@@ -116,15 +116,14 @@ def _open_play_off(search: Search) -> PlayOff:
         phases=False,  # the search's own probes have timed them
     )
 
-    slot = search.runner.slots()[0].name  # one for all rounds: configs are compared in one place
-
     def run(config: Config, number: int) -> Outcome | None:
         assert search.play_off is not None
         timed = settings.replace(max_timed_s=search.play_off.timed_s(settings.max_timed_s))
         trial = None
         while trial is None and not search.interrupted() and search.left_s > 0:  # again after a fault
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
-            trial = search.probe(proposal, timed, slot)
+            # one slot for all rounds, as long as it lives: configs are compared in one place
+            trial = search.probe(proposal, timed, search.at_once.slots[0])
         return trial.outcome if trial is not None else None
 
     def ended(number: int) -> None:

@@ -78,6 +78,7 @@ class ProbeStarted:
         stage: `baseline`, `search`, `ablation` or `play-off`.
         reason: why this config, in a few words.
         prediction: what the models predict for it; None in the play-off, which repeats configs already measured.
+        slot: where it runs, of several slots; empty where there is one.
     """
 
     number: int
@@ -86,6 +87,7 @@ class ProbeStarted:
     reason: str
     prediction: Prediction | None
     elapsed_s: float
+    slot: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,14 +83,14 @@ def _probe_baseline(search: Search, reason: str) -> None:
         if search.interrupted() or not history.admissible()(history.space.baseline):
             return
         with search.nothing_left_running():
-            search.start(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason))
+            search.start(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason), alone=True)
             _trace_beside(search)
             while search.is_running:
                 search.finish_next()
 
 
 def explore(search: Search, proposer: Proposer) -> None:
-    """Probe the proposer's configs, as many at a time as the runner has slots."""
+    """Probe the proposer's configs, as many at once as may, and the baseline beside them until it is known what that costs."""
     history = search.history
     with search.nothing_left_running():
         while True:
@@ -99,10 +99,24 @@ def explore(search: Search, proposer: Proposer) -> None:
             while _may_start_another(search) and not why.is_hopeless(history, search.cost_model):
                 if (proposal := proposer.propose(history)) is None:
                     break
+                _compare_baseline(search)  # only where another probe is to come, which runs beside it
                 search.start(proposal)
             if not search.is_running:
                 return
             _end_if_everything_fails_alike(history, search.finish_next())
+
+
+def _compare_baseline(search: Search) -> None:
+    """Start the baseline once more, alone or beside other probes, where that is needed to know what these cost it."""
+    baseline, known = search.history.space.baseline, search.history.baseline
+    if known is None or not known.ok or baseline in search.history.running or not (how := search.at_once.wants()):
+        return
+    reason = (
+        "alone once more: processes differ, too" if how == "alone" else "beside other probes: does that slow it down?"
+    )
+    search.start(
+        Proposal(config=baseline, stage=BASELINE, reason=reason), slot=search.at_once.slots[0], alone=how == "alone"
+    )
 
 
 def undo_changes(search: Search) -> None:
@@ -129,6 +143,8 @@ def _trace_between(search: Search) -> None:
     if tracing.beside is None and not tracing.is_done and not search.is_running and _may_start_another(search):
         with search.budget.split("tracing"):
             tracing.advance()
+            while search.at_once.width > 1 and not tracing.is_done and not search.interrupted():
+                tracing.advance()  # several probes at once would wait for each slice
         _note_traces(search)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autotune.devices.calibration import arithmetic
+from autotune.devices.slots import Slots, find_slots
 from autotune.errors import ConfigError, StudyError
 from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
@@ -20,11 +21,12 @@ from autotune.records.config import BATCH_KEYS, Choice
 from autotune.records.device import Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
-from autotune.records.options import ONE_DEVICE, SearchOptions
+from autotune.records.options import ONE_DEVICE, ONE_SLOT, SearchOptions
 from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
+from autotune.runners.slots import SlotsRunner
 from autotune.space import Space, build_space, require_possible, trained_beside
 from autotune.study.history import History
 from autotune.study.place import Place, lock_study, place_of, require_comparable
@@ -158,18 +160,37 @@ def open_search(
         raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
     if runner is not None and options.devices != ONE_DEVICE:
         raise ConfigError(f"devices {options.devices} cannot be chosen: the runner has its own; leave the option out")
+    if options.slots != ONE_SLOT and (runner is not None or options.devices != ONE_DEVICE):
+        why = (
+            "the runner has its own; leave the option out"
+            if runner is not None
+            else f"each slot is one device, and --devices {options.devices} trains with several; leave one of them out"
+        )
+        raise ConfigError(f"slots {options.slots} cannot be chosen: {why}")
+    found = None
+    if options.slots != ONE_SLOT:
+        found = find_slots(options.slots, options.device, memory_limit_bytes=options.memory_limit_bytes)
     sampler_named(options.sampler)  # an unknown one is refused before anything takes seconds
     techniques = runner.techniques if runner is not None else find_techniques()
     fixed = require_possible(techniques, options.fix, options.include, options.exclude, options.frameworks)
     with contextlib.ExitStack() as stack:
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(listener.tell))
-        kept = stack.enter_context(lock_places(options, source, runner, fixed, techniques))
+        kept = stack.enter_context(lock_places(options, source, runner, fixed, techniques, found))
         if kept.own.beside:
             listener.tell(
                 f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
             )
-        if runner is None:
+        if found is not None:
+            assert source is not None
+            runner = SlotsRunner(
+                source,
+                found,
+                logs=kept.place.logs,
+                import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
+                compiled=kept.place.compiled,
+            )
+        elif runner is None:
             assert source is not None
             runner = LocalRunner(
                 source,
@@ -181,8 +202,9 @@ def open_search(
             )
         budget = _budget(options, runner, listener, time.monotonic() - began_s if began_s is not None else 0.0)
         with budget.split("import"):
-            device = runner.slots()[0].device
-            agreed = kept.agree(options, device.free_bytes, environment=runner.keeps_traces)
+            slots = runner.slots()
+            device, free_bytes = slots[0].device, min(slot.device.free_bytes for slot in slots)
+            agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
             asked = kept.options_to_repeat(options, source)
             if not kept.earlier:  # the cache of a deleted study: how long compiling takes is measured without it
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
@@ -355,10 +377,12 @@ def lock_places(
     runner: Runner | None,
     fixed: Mapping[str, Choice],
     techniques: Techniques,
+    slots: Slots | None = None,
 ) -> Iterator[Kept]:
     """Lock a task's studies, and find the one of this search: beside the others where it has another memory limit.
 
     Args:
+        slots: where probes run at once; parts of a CPU train on fewer cores, which is kept apart.
         fixed: choices that the user has fixed. Where they change what is trained, the search is kept apart.
 
     Raises:
@@ -369,7 +393,8 @@ def lock_places(
         plain = place_of(options.storage, options.study or runner.default_study, runner.task_name)
     elif source is not None:
         several = f"on {options.devices}" if options.devices != ONE_DEVICE else ""
-        version = " ".join(filter(None, (source.version, several)))
+        parts = len(slots.slots) if slots is not None and slots.slots[0].name != slots.slots[0].device else 1
+        version = " ".join(filter(None, (source.version, several, f"on 1 of {parts} parts" if parts > 1 else "")))
         plain = place_of(options.storage, options.study, source.name, version)
     else:
         raise ConfigError("no task was given; expected a task, or a runner that has one")

@@ -6,9 +6,9 @@ A trial begins, the config is probed, and the outcome goes to the study, the his
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from autotune.proposers import sampler_named
@@ -20,11 +20,12 @@ from autotune.records.device import NOT_MEASURED, Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Bound, Kind, Outcome, calmer
-from autotune.records.study import BASELINE, PLAY_OFF, Proposal, Trial
+from autotune.records.study import BASELINE, PLAY_OFF, Neighbours, Prediction, Proposal, Trial
 from autotune.runners.jobs import ProbeJob
-from autotune.runners.runner import ProbeFault, Runner
+from autotune.runners.runner import ProbeFault, Runner, SlotLost
 from autotune.study.history import History
 from autotune.study.store import Store
+from autotune.tuning.at_once import AtOnce
 from autotune.tuning.budget import COMPILING_PATIENCE, Budget, Patience, patience_for
 from autotune.tuning.events import Listener, ProbeAdvanced, ProbeEnded, ProbeStarted
 from autotune.tuning.playoff import PlayOff
@@ -42,8 +43,10 @@ class Flight:
     Attributes:
         number: the number of its trial.
         patience: how long it may take.
-        slot: the slot that it has to run in; empty for any.
-        began_s: when it was submitted, on the runner's clock.
+        prediction: of its config, before it ran.
+        alone: whether nothing else may run beside it.
+        slot: the slot that it runs in, or should run in; empty for any.
+        began_s: when it was submitted, on the runner's clock; None before.
         disturbed: the outcome of its first run, if that was disturbed and this is the second.
         hopeless: why it was ended, and what is known of its config; None where it was not.
     """
@@ -52,8 +55,10 @@ class Flight:
     proposal: Proposal
     settings: ProbeSettings
     patience: Patience
+    prediction: Prediction | None = None
+    alone: bool = False
     slot: str = ""
-    began_s: float = 0.0
+    began_s: float | None = None
     disturbed: Outcome | None = None
     hopeless: tuple[str, Bound | None] | None = None
 
@@ -71,6 +76,7 @@ class Search:
         play_off: None before it was opened.
         refused: what did not pass its comparison with plain fp32, each with the reason.
         others: what else of the task is to be trained, each to be ranked by a search of its own.
+        at_once: how many probes run at once, and which alone.
     """
 
     runner: Runner
@@ -91,8 +97,14 @@ class Search:
     refused: list[str] = field(default_factory=list)
     others: Sequence[Mapping[str, Choice]] = ()
     num_faults: int = 0
+    at_once: AtOnce = field(init=False)
     _in_flight: dict[int, Flight] = field(default_factory=dict)  # by the runner's ticket
+    _waiting: deque[Flight] = field(default_factory=deque)  # begun, for which there is no slot yet
     _usual: set[str] = field(default_factory=set)  # disturbances that a second run met again: this machine is like that
+
+    def __post_init__(self) -> None:
+        self.at_once = AtOnce([slot.name for slot in self.runner.slots()], self.store.facts.neighbours)
+        self.history.neighbours = self.at_once.found
 
     def proposer(self) -> Proposer:
         """A new proposer for the sampler that the user chose."""
@@ -115,22 +127,20 @@ class Search:
     @property
     def has_free_slot(self) -> bool:
         """Whether another probe may be started now."""
-        return len(self._in_flight) < self._num_slots
-
-    @cached_property
-    def _num_slots(self) -> int:
-        return len(self.runner.slots())
+        if self._waiting or any(flight.alone for flight in self._in_flight.values()):
+            return False
+        return len(self._in_flight) < self.at_once.width
 
     @property
     def is_running(self) -> bool:
-        """Whether any probe runs."""
-        return bool(self._in_flight)
+        """Whether any probe runs, or waits for its slot."""
+        return bool(self._in_flight or self._waiting)
 
     def probe(self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "") -> Trial | None:
         """Run one proposal to its end, as `start` begins it. None if the machinery failed, or time was up before there was a finding."""
         found = None
         with self.nothing_left_running():
-            self.start(proposal, settings, slot)
+            self.start(proposal, settings, slot, alone=True)
             while self.is_running:
                 found = self.finish_next()
         return found
@@ -145,14 +155,18 @@ class Search:
                 self.runner.cancel(ticket)
                 self._give_up(flight, _cause(error))
             self._in_flight.clear()
+            self._give_up_waiting(_cause(error))
             raise
 
-    def start(self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "") -> None:
-        """Begin a trial for a proposal and submit it.
+    def start(
+        self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "", *, alone: bool = False
+    ) -> None:
+        """Begin a trial for a proposal, and submit it as soon as there is a slot.
 
         Args:
             settings: the play-off's; by default the search's, paced by the budget.
-            slot: of the runner, to run it in; empty for any that is free.
+            slot: of the runner, to run it in if that is free; empty for any.
+            alone: whether nothing else may run beside it. So it is anyway with what compiles, or keeps the host busy.
         """
         in_play_off = proposal.stage == PLAY_OFF
         patience = patience_for(proposal, self.history, self.budget, self.inspection, self.runner.slowest_start)
@@ -165,30 +179,64 @@ class Search:
         number = self.store.begin(proposal, prediction, self.history.space)
         if self.budget.first_probe_s is None:
             self.budget.first_probe_s = self.budget.elapsed_s
-        self.listener.on(
-            ProbeStarted(
+        alone = alone or self.at_once.runs_alone(proposal.config, self.history.space, self.inspection.device.name)
+        self.history.running.add(proposal.config)
+        self._waiting.append(
+            Flight(
                 number=number,
-                stage=proposal.stage,
-                config=proposal.config,
-                reason=proposal.reason or (prediction.reason if prediction else ""),
+                proposal=proposal,
+                settings=settings,
+                patience=patience,
                 prediction=prediction,
-                elapsed_s=self.budget.elapsed_s,
+                alone=alone,
+                slot=slot,
             )
         )
-        self._submit(Flight(number=number, proposal=proposal, settings=settings, patience=patience, slot=slot))
+        self._submit_waiting()
 
     @property
     def left_s(self) -> float:
         """Seconds until a running probe is cut short."""
         return self.budget.left_s(has_answer=self.history.best is not None)
 
-    def _submit(self, flight: Flight) -> None:
+    def _submit_waiting(self) -> None:
+        """Submit the probes that wait, in their order, as long as there is a slot for the next one."""
+        while self._waiting and (slot := self._slot_for(self._waiting[0])):
+            self._submit(self._waiting.popleft(), slot)
+
+    def _slot_for(self, flight: Flight) -> str:
+        """The slot to run a probe in now; empty where there is none for it."""
+        running = [*self._in_flight.values()]
+        if running and (flight.alone or any(other.alone for other in running)):
+            return ""
+        taken = {other.slot for other in running}
+        free = [name for name in self.at_once.slots if name not in taken]
+        if len(running) >= self.at_once.width:
+            return ""
+        return flight.slot if flight.slot in free else free[0]
+
+    def _submit(self, flight: Flight, slot: str) -> None:
         left_s = max(1.0, self.left_s)
         settings = flight.settings.replace(timeout_s=min(flight.settings.timeout_s, left_s))
-        self.history.running.add(flight.proposal.config)
-        flight.began_s = self.runner.now_s()
+        proposal, is_first = flight.proposal, flight.began_s is None
+        flight.began_s, flight.slot = self.runner.now_s(), slot
+        if is_first:
+            prediction = flight.prediction
+            self.listener.on(
+                ProbeStarted(
+                    number=flight.number,
+                    stage=proposal.stage,
+                    config=proposal.config,
+                    reason=proposal.reason or (prediction.reason if prediction else ""),
+                    prediction=prediction,
+                    elapsed_s=self.budget.elapsed_s,
+                    slot=slot if len(self.at_once.slots) > 1 else "",
+                )
+            )
         try:
-            ticket = self.runner.submit(ProbeJob(config=flight.proposal.config, settings=settings), flight.slot)
+            ticket = self.runner.submit(ProbeJob(config=proposal.config, settings=settings), slot)
+        except SlotLost as lost:
+            self._go_on_without(lost, [flight])
         except ProbeFault as fault:
             self._fault([flight], fault)
         except BaseException as error:
@@ -197,16 +245,42 @@ class Search:
         else:
             self._in_flight[ticket] = flight
 
+    def _go_on_without(self, lost: SlotLost, flights: Sequence[Flight]) -> None:
+        """Take a slot out; what it ran waits for another one, before all others."""
+        self.at_once.lose(lost.slot)
+        self.warn(str(lost))
+        for flight in flights:
+            flight.slot, flight.hopeless = "", None
+            self._waiting.appendleft(flight)
+        left_out = (*self.at_once.found.left_out, str(lost))
+        self._keep_neighbours(replace(self.at_once.found, left_out=left_out))
+
+    def _keep_neighbours(self, found: Neighbours) -> None:
+        self.at_once.found = self.history.neighbours = found
+        self.store.keep(neighbours=found)
+
     def finish_next(self) -> Trial | None:
         """Wait for the next probe to end.
 
         Returns:
-            Its trial; None if the machinery failed, if the probe was disturbed and runs again, or if the end of the search
-            cut it short.
+            Its trial; None if the machinery failed, if the probe was disturbed or lost its slot and runs again, or if the end of
+            the search cut it short.
         """
+        found = self._finish_next()
+        if self.interrupted():
+            self._give_up_waiting("interrupted")
+        self._submit_waiting()
+        return found
+
+    def _finish_next(self) -> Trial | None:
+        if not self._in_flight:
+            return None
         try:
             while (finished := self.runner.collect(LOOK_EVERY_S)) is None:
                 self._look_after_running()
+        except SlotLost as fault:
+            self._go_on_without(fault, [self._in_flight.pop(ticket) for ticket in fault.tickets or ()])
+            return None
         except ProbeFault as fault:
             lost = self._in_flight if fault.tickets is None else self._in_flight.keys() & set(fault.tickets)
             self._fault([self._in_flight.pop(ticket) for ticket in tuple(lost)], fault)
@@ -218,13 +292,14 @@ class Search:
         if flight.hopeless is not None and outcome.kind is Kind.TIMEOUT:
             cause = "; ".join(filter(None, (flight.hopeless[0], outcome.waited_for)))
             outcome = replace(outcome, cause=cause, bound=flight.hopeless[1])
-        self.budget.add_run(outcome, self._num_slots)
+        self.budget.add_run(outcome, 1 if flight.alone else self.at_once.width)
         if flight.disturbed is not None:
             self._usual |= {*flight.disturbed.disturbances} & {*outcome.disturbances}
             outcome = calmer(flight.disturbed, outcome)
         elif self._is_worth_another(flight, outcome):
             flight.disturbed, flight.hopeless = outcome, None
-            self._submit(flight)
+            flight.alone = flight.alone or outcome.crowded
+            self._waiting.appendleft(flight)
             return None
         return self._end(flight, outcome)
 
@@ -235,6 +310,7 @@ class Search:
             if (progress := self.runner.progress(ticket)) is None:
                 continue
             self.listener.on(ProbeAdvanced(number=flight.number, progress=progress))
+            assert flight.began_s is not None
             elapsed_s = self.runner.now_s() - flight.began_s
             if flight.hopeless is None and elapsed_s > flight.patience.allowed_s(progress):
                 patience = flight.patience
@@ -265,6 +341,10 @@ class Search:
         objective = self.history.objective.in_play_off() if in_play_off else self.history.objective
         trial = self.store.finish(flight.number, outcome, objective, disturbed=flight.disturbed is not None)
         self.history.append(trial)
+        if proposal.stage == BASELINE and len(self.at_once.slots) > 1:
+            if told := self.at_once.note_baseline(outcome):
+                self.warn(told)
+            self._keep_neighbours(self.at_once.found)
         best, baseline = self.history.best, self.history.baseline
         self.listener.on(ProbeEnded(trial=trial, best=best, baseline=baseline, elapsed_s=self.budget.elapsed_s))
         return trial
@@ -277,6 +357,10 @@ class Search:
         self.listener.warn(str(fault))
         if self.num_faults >= MAX_FAULTS:
             raise fault
+
+    def _give_up_waiting(self, why: str) -> None:
+        while self._waiting:
+            self._give_up(self._waiting.popleft(), why)
 
     def _give_up(self, flight: Flight, why: str) -> None:
         self.history.running.discard(flight.proposal.config)
