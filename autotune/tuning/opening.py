@@ -156,20 +156,7 @@ def open_search(
     """
     if source is not None:
         source = source.with_global_batch(options.global_batch)
-    if runner is not None and options.device != "auto":
-        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
-    if runner is not None and options.devices != ONE_DEVICE:
-        raise ConfigError(f"devices {options.devices} cannot be chosen: the runner has its own; leave the option out")
-    if options.slots != ONE_SLOT and (runner is not None or options.devices != ONE_DEVICE):
-        why = (
-            "the runner has its own; leave the option out"
-            if runner is not None
-            else f"each slot is one device, and --devices {options.devices} trains with several; leave one of them out"
-        )
-        raise ConfigError(f"slots {options.slots} cannot be chosen: {why}")
-    found = None
-    if options.slots != ONE_SLOT:
-        found = find_slots(options.slots, options.device, memory_limit_bytes=options.memory_limit_bytes)
+    found = _slots_for(options, runner)
     sampler_named(options.sampler)  # an unknown one is refused before anything takes seconds
     techniques = runner.techniques if runner is not None else find_techniques()
     fixed = require_possible(techniques, options.fix, options.include, options.exclude, options.frameworks)
@@ -181,25 +168,9 @@ def open_search(
             listener.tell(
                 f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
             )
-        if found is not None:
+        if runner is None:
             assert source is not None
-            runner = SlotsRunner(
-                source,
-                found,
-                logs=kept.place.logs,
-                import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
-                compiled=kept.place.compiled,
-            )
-        elif runner is None:
-            assert source is not None
-            runner = LocalRunner(
-                source,
-                device=options.device,
-                devices=options.devices,
-                logs=kept.place.logs,
-                import_timeout_s=max(MIN_TIMEOUT_S, options.budget_s),
-                compiled=kept.place.compiled,
-            )
+            runner = _local_runner(source, options, kept.place, found)
         budget = _budget(options, runner, listener, time.monotonic() - began_s if began_s is not None else 0.0)
         with budget.split("import"):
             slots = runner.slots()
@@ -224,6 +195,44 @@ def open_search(
         stack.enter_context(search.tracing)
         interruption.is_ready = True
         yield search
+
+
+def _slots_for(options: SearchOptions, runner: Runner | None) -> Slots | None:
+    """The slots that were asked for; None for one.
+
+    Raises:
+        ConfigError: an option says what the runner, or another option, says otherwise.
+        DeviceError: there are no such slots.
+    """
+    if runner is not None and options.device != "auto":
+        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
+    if runner is not None and options.devices != ONE_DEVICE:
+        raise ConfigError(f"devices {options.devices} cannot be chosen: the runner has its own; leave the option out")
+    if options.slots != ONE_SLOT and (runner is not None or options.devices != ONE_DEVICE):
+        why = (
+            "the runner has its own; leave the option out"
+            if runner is not None
+            else f"each slot is one device, and --devices {options.devices} trains with several; leave one of them out"
+        )
+        raise ConfigError(f"slots {options.slots} cannot be chosen: {why}")
+    if options.slots == ONE_SLOT:
+        return None
+    return find_slots(options.slots, options.device, memory_limit_bytes=options.memory_limit_bytes)
+
+
+def _local_runner(source: TaskSource, options: SearchOptions, place: Place, found: Slots | None) -> Runner:
+    """Processes on this machine, in one slot or in several."""
+    import_timeout_s = max(MIN_TIMEOUT_S, options.budget_s)
+    if found is not None:
+        return SlotsRunner(source, found, logs=place.logs, import_timeout_s=import_timeout_s, compiled=place.compiled)
+    return LocalRunner(
+        source,
+        device=options.device,
+        devices=options.devices,
+        logs=place.logs,
+        import_timeout_s=import_timeout_s,
+        compiled=place.compiled,
+    )
 
 
 @contextlib.contextmanager
