@@ -129,9 +129,9 @@ class Dashboard(Listener):
         self._began = time.monotonic()
         self._budget_s: float | None = None
         self._techniques = Techniques(())
-        self._running: ProbeStarted | None = None
-        self._running_since = 0.0
-        self._progress: Progress | None = None  # of the running probe
+        self._running: dict[str, ProbeStarted] = {}  # by slot
+        self._since: dict[int, float] = {}  # by the number of the probe
+        self._progress: dict[int, Progress] = {}
         self._best: tuple[Config, Outcome] | None = None
         self._baseline: Outcome | None = None
         self._feasible: dict[Config, Outcome] = {}
@@ -168,12 +168,15 @@ class Dashboard(Listener):
                 self._say(*map(Text, introduction(event)))
             case ProbeStarted():
                 self._began = time.monotonic() - event.elapsed_s
-                self._running, self._running_since, self._progress = event, time.monotonic(), None
+                self._running[event.slot] = event
+                self._since[event.number] = time.monotonic()
                 self._purpose = ""
             case ProbeAdvanced():
-                self._progress = event.progress
+                self._progress[event.number] = event.progress
             case ProbeEnded():
-                self._running, self._best, self._baseline = None, event.best, event.baseline
+                running = self._running.items()
+                self._running = {slot: one for slot, one in running if one.number != event.trial.number}
+                self._best, self._baseline = event.best, event.baseline
                 self._last.append(event)
                 self._count(event.trial)
             case Working():
@@ -226,18 +229,17 @@ class Dashboard(Listener):
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(style="dim", width=8)
         grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        running = self._running
-        if running is not None:
-            elapsed = format_seconds(max(1.0, time.monotonic() - self._running_since))
-            done = f", {describe_progress(self._progress)}" if self._progress else ""
-            head = (f"#{running.number} {running.stage}, {elapsed}{done}  ", "bold cyan")
-            grid.add_row(
-                "running",
-                Text.assemble(head, self._techniques.describe(running.config), (f"  {running.reason}", "dim")),
-            )
-            if before := expected(running.prediction):
+        running = [*self._running.copy().values()]
+        for one in running:
+            elapsed = format_seconds(max(1.0, time.monotonic() - self._since[one.number]))
+            progress = self._progress.get(one.number)
+            done = f", {describe_progress(progress)}" if progress else ""
+            head = (f"#{one.number} {one.stage}, {elapsed}{done}  ", "bold cyan")
+            what = Text.assemble(head, self._techniques.describe(one.config), (f"  {one.reason}", "dim"))
+            grid.add_row(one.slot or "running", what)
+            if len(running) == 1 and (before := expected(one.prediction)):
                 grid.add_row("", Text(before, style="dim"))
-        else:
+        if not running:
             grid.add_row("running", Text(WORK.get(self._purpose, "between probes"), style="dim"))
         if self._best is not None and self._best[1] != self._baseline:
             ratio = best_speed(self._best, self._baseline)

@@ -353,3 +353,23 @@ def test_a_closed_stream_does_not_reach_the_search(quiet: bool) -> None:
     with view:
         for event in _events():
             view.on(event)
+
+
+def test_the_table_shows_the_probe_of_every_slot() -> None:
+    view = Dashboard(io.StringIO())
+    view.on(STARTED)
+    for number in range(2):
+        started = ProbeStarted(
+            number=number,
+            stage="search",
+            config=ANSWER,
+            reason="likely faster",
+            prediction=None,
+            elapsed_s=1.0,
+            slot=f"cuda:{number}",
+        )
+        view.on(started)
+    assert [one.number for one in view._running.values()] == [0, 1]
+    assert view._state().row_count == 3  # and the baseline
+    view.on(ProbeEnded(trial=replace(KNOWN, number=0), best=None, baseline=None, elapsed_s=2.0))
+    assert [*view._running] == ["cuda:1"]
