@@ -54,11 +54,11 @@ def test_convolutions_in_an_emulated_type_are_not_even_tried(avx2, convolutions,
 @pytest.mark.arithmetic
 @needs_bf16_arithmetic
 @pytest.mark.parametrize("fork", [True, False], ids=["forked", "in a new interpreter"])
-def test_arithmetic_that_the_processor_has_is_offered(convolutions, tmp_path, fork):
+def test_what_was_measured_to_gain_is_offered_and_nothing_else(convolutions, tmp_path, fork):
     calibration, support = inspected(convolutions, tmp_path, fork=fork)
-    assert calibration.gain("matmul", "bf16") > 1
-    assert "bf16" in support.choices
-    usable = calibration.gain("matmul", "fp16") > 1 and (
-        not convolutions or calibration.gain("convolution", "fp16") > 1
-    )
-    assert ("fp16" in support.choices) is usable  # a processor may have it for products, and none for convolutions
+    for amp in ("bf16", "fp16"):
+        gains = [calibration.gain(work, amp) for work in ("matmul", "convolution")]
+        if min(gains) > 1:
+            assert amp in support.choices
+        if max(gains) < 0.9:  # a processor may have the instructions, and be slower with them
+            assert amp not in support.choices and amp in support.reason
