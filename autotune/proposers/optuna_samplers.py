@@ -72,7 +72,7 @@ class OptunaProposer:
         if before is None or score is None or score > before + abs(before) * (BETTER - 1):
             self._best_score, self._num_since_better = score, 0
         else:
-            self._best_score = min(before, score)  # the best may have been left out of the space
+            self._best_score = min(before, score)  # the best so far may have been taken out of the space since
             self._num_since_better += 1
         return self._num_since_better >= PATIENCE
 
@@ -101,7 +101,7 @@ class OptunaProposer:
 
 @contextlib.contextmanager
 def _one_torch_thread() -> Iterator[None]:
-    """One torch thread inside: a Gaussian process of some dozen points is slower on several, and those of processes collide."""
+    """One torch thread inside: a Gaussian process of some dozen points is slower on several, and processes would compete for cores."""
     import torch
 
     num_threads = torch.get_num_threads()

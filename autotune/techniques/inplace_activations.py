@@ -30,8 +30,8 @@ class InplaceActivations(Switch):
 
     If a module overwrote an input that is read later, training would be silently wrong, or fail. So each config finds out for
     itself, in a few passes of two samples with its other techniques, which inputs are used again. These passes change
-    neither buffers nor random states. One pass of fake tensors finds the same modules. Evaluation, and whatever runs without
-    gradients, overwrites nothing.
+    neither buffers nor random states. Of fake tensors one pass is enough: there are no values for a branch to depend on.
+    Evaluation, and whatever runs without gradients, overwrites nothing.
 
     Only what these passes do is seen. A branch that training takes too seldom to occur in them, a forward hook that is
     added later, and a read that is no operator of torch (`h.detach().numpy()`) may find an input overwritten.
@@ -41,11 +41,11 @@ class InplaceActivations(Switch):
     summary = "activation functions overwrite their input where it is not needed again: less memory"
     applies = "modules `ReLU`, `LeakyReLU`, `ELU`, `SELU`, `CELU`, each where training passes show it safe"
     phase = Phase.MODEL
-    # After the techniques that recompute blocks, which then read their inputs again. Before activation_offload: the backward
-    # pass would read the copy, so the tensor would seem free to be overwritten while it is still being copied.
+    # After the techniques that recompute blocks, since a recomputed block reads its input again. Before activation_offload: else
+    # the backward pass would read the copy, and the tensor would seem free to be overwritten while it is still being copied.
     order = 38
     leanest = (True,)
-    # Less memory in nearly the same time. `ReLU` keeps only its result even out of place; the others keep one tensor less.
+    # Less memory in nearly the same time. `ReLU` keeps only its result even out of place; in place, the others keep one tensor fewer.
     expected = Expectation(compute=Factor(spread=1.02), activations=Factor(typical=0.92, spread=1.15))
     keeps_random_masks = True
     frameworks = words(loop=Unsaid(), torch=Lines({At.MODEL: "overwrite_inputs(model, {places})"}))
@@ -54,7 +54,7 @@ class InplaceActivations(Switch):
         return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
 
     def why_not(self, setting: Setting) -> str:
-        """It applies where at least one module may overwrite its input, and a training pass in which it does raises no error."""
+        """It applies where at least one module may overwrite its input, and a training pass that does so raises no error."""
         safe = _safe(setting.task, setting.model, [setting.fresh_batch() for _ in range(_NUM_PASSES)])
         if not safe:
             return _why_none(setting.model)
@@ -102,7 +102,7 @@ def _only_in_training(module: Any, args: Any) -> None:
 def _why_none(model: torch.nn.Module) -> str:
     if _candidates(model):
         return "the input of each activation function is needed after it"
-    return f"no module of the model is one of {', '.join(_FUNCTIONS)} and out of place"
+    return f"the model has no {', '.join(_FUNCTIONS)} that is out of place"
 
 
 def _safe_in(build: Build, num_samples: int) -> list[Any]:

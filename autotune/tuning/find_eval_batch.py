@@ -18,7 +18,7 @@ from autotune.study.figures import ratio_interval
 from autotune.tuning.state import Search
 
 GAIN = 0.02  # in speed, for which a larger batch is worth its memory
-NUM_PROCESSES = 3  # that the answer must run through
+NUM_PROCESSES = 3  # each runs the chosen size; all must succeed
 MAX_TIMED_S = 0.5
 NO_TIME = "its share of the budget was spent; the same command with a larger --budget goes on"
 
@@ -101,7 +101,7 @@ def _try_sizes(search: Search, answer: Config, tried: Sequence[Evaluated], keep:
 
 
 def _most(search: Search, tried: Sequence[Evaluated]) -> float:
-    """The largest batch there is data for, and that takes no longer than a micro batch of training may."""
+    """The largest batch for which there is data, and which takes no longer than a micro batch of training is allowed to."""
     samples = search.inspection.facts.eval_samples or math.inf
     speeds = [one.samples_per_s for one in tried if one.samples_per_s]
     return min(samples, search.history.longest_step_s * max(speeds, default=math.inf))

@@ -1,6 +1,6 @@
 """The reasons for an answer: the figures, what each change did by itself, and what limits the speed; or why there is no answer.
 
-What a change did is known as far as pairs of configs that differ in it alone tell. Where nothing fits into the memory: when to
+What a change did is told by pairs of configs that differ in it alone. Where nothing fits into the memory: when to
 stop trying, how much would be needed, and what would fit.
 """
 
@@ -27,13 +27,16 @@ from autotune.tuning.evidence import SEARCH, Evidence
 from autotune.units import format_bytes, plural
 
 DATA_BOUND = 0.25  # share of a step spent waiting for data that makes loading the limit
-BUSY, IDLE = 0.5, 0.15  # share of the device's limit from which a resource is the limit, and below which it is none
+BUSY = 0.5  # share of the device's limit from which a resource is the bottleneck
+IDLE = 0.15  # share below which it is not
 GROWING = 1.03  # throughput gain per doubling of the batch that shows unused parallelism
 OWN_STUDY = "in a new study (--study NAME)"  # a study cannot be resumed with another headroom
 OTHERS = "end them, or set --memory-limit to what they leave free, and run again"
-TRAINED_TODAY = "If you train so today, say it in BASELINE: what you run is the measure, and is not compared"
+TRAINED_TODAY = (
+    "If you train like this today, declare it in BASELINE: the baseline is the reference, and is not compared"
+)
 UNLIKELY_TO_FIT = 0.03  # a config with a smaller predicted chance to fit is given up
-MOST_UNLIKELY = 3  # probes that are run all the same: a prediction may be wrong
+MOST_UNLIKELY = 3  # configs that are probed although they are unlikely to fit: a prediction may be wrong
 TELLING = 2.0  # a prediction is told if its upper bound is less than so many times the lower one
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where a config that fitted once did not fit again
 TAIL = 0.025  # on either side of an interval
@@ -286,7 +289,7 @@ def differ(config: Config, other: Config) -> list[str]:
 
 
 def _logs(trials: Sequence[Trial]) -> Mapping[int, float]:
-    """A config's throughput by round, in logarithms. The search's stays: it ties configs that did not play to the others."""
+    """A config's throughput by round, in logarithms. The search's round ties configs that did not play to the others, and stays."""
     calm = any(trial.in_play_off and not trial.outcome.disturbances for trial in trials)
     used = [trial for trial in trials if not (calm and trial.in_play_off and trial.outcome.disturbances)]
     found = [(_round(trial), trial.outcome.measurement) for trial in used]
@@ -299,7 +302,7 @@ def _round(trial: Trial) -> int:
 
 
 def _speed_ratio(evidence: Evidence, pairs: Sequence[Pair]) -> tuple[float, tuple[float, float]] | tuple[None, None]:
-    """The ratio of throughputs, with its 95 % interval by the noise between equal processes: as if pairs shared no config."""
+    """The ratio of throughputs, with its 95 % interval by the noise between equal processes. Pairs count as independent of each other."""
     if not pairs:
         return None, None
     found = [evidence.difference(config, other) for config, other in pairs]
@@ -361,7 +364,7 @@ def nothing(history: History, cost_model: CostModel, inspection: Inspection, ref
 
 
 def _least_need(history: History, cost_model: CostModel, left: Sequence[Config]) -> str:
-    """How much the config that needs least is predicted to need, in words; empty where that is not known to be too much.
+    """How much the config that needs least is predicted to need, in words; empty unless that is more than the usable memory.
 
     Args:
         left: the likeliest to fit of those that were not tried.

@@ -101,7 +101,7 @@ def kinds() -> tuple[type[Observer], ...]:
     """Every observer: the files of this package, and the entry points of others.
 
     Raises:
-        ConfigError: another package's cannot be used.
+        ConfigError: an observer of another package cannot be used.
     """
     found = plugins.find_plugins(__name__.rpartition(".")[0], Observer, GROUP, ("name",))  # type: ignore[type-abstract]
     return tuple(map(type, found.values()))
