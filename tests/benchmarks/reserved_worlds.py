@@ -130,7 +130,7 @@ def record(models: Sequence[str], sizes: Sequence[int]) -> None:
                 rows = recorded()
                 if any((row.model, row.world_size, row.config) == (model, size, config) for row in rows):
                     continue
-                runs = range(NUM_RUNS if config["parallel"] in ("ddp", "zero1") and size == 2 else 1)
+                runs = range(NUM_RUNS if config["parallel"] in ("ddp", "zero1") else 1)
                 row = max((measured(model, config, size) for _ in runs), key=lambda row: row.reserved_bytes)
                 print(row, flush=True)
                 kept = ",\n".join(f"  {json.dumps(asdict(row))}" for row in [*rows, row])
