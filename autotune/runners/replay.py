@@ -45,7 +45,7 @@ class ReplayRunner(InstantRunner):
         self._drawn: dict[Config, list[Row]] = {}
         self._num_slots = num_slots
         header = self._table.header
-        self.task_name = header.task
+        self.task_name, self.world = header.task, header.world
         self.stated = Stated(
             global_batch=header.global_batch,
             baseline=header.baseline if header.baseline_given else None,

@@ -21,7 +21,7 @@ from typing import Any
 
 from autotune.errors import AutotuneError
 from autotune.prediction.traces import Traces
-from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config
+from autotune.records.config import ACCUMULATION, ALONE, BATCH_SIZE, Choice, Config, World
 from autotune.records.device import DeviceInfo, same_memory
 from autotune.records.formats import Record
 from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
@@ -51,6 +51,7 @@ class Header(Record):
         always: technique -> `Support.always` of the inspection, where there is any; older tables do not hold it.
         facts: of the task, from the inspection, but for the dataset's positions; tables of format 1 do not hold them.
         date: of the first probe, ISO 8601.
+        world: the processes that trained each config together.
     """
 
     task: str
@@ -79,6 +80,7 @@ class Header(Record):
     notes: Mapping[str, str] = field(default_factory=dict)
     always: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
     facts: TaskFacts | None = None
+    world: World = ALONE
 
     def differences(self, other: Header) -> list[str]:
         """What keeps two sweeps from sharing a table, in words; dates and free memory may differ."""
@@ -117,7 +119,8 @@ class Header(Record):
             ),
             device=self.device_info(),
             global_batch=self.global_batch,
-            baseline=techniques.complete(self.baseline, global_batch=self.global_batch).as_dict(),
+            world=self.world,
+            baseline=techniques.complete(self.baseline, global_batch=self.global_batch, world=self.world).as_dict(),
             baseline_given=self.baseline_given,
             batch=BatchSupport(
                 sizes=tuple(map(int, self.choices[BATCH_SIZE])),
@@ -358,6 +361,7 @@ def _row(header: Header, cells: Mapping[str, str], techniques: Techniques) -> Ro
             peak_bytes=0 if at_most else peak_bytes,
             attempted_bytes=int(cells["attempted_bytes"]),
             bound=Bound(samples_per_s_high=float(at_most), peak_bytes_low=peak_bytes) if at_most else None,
+            world=header.world,
         )
         return Row(config=config, repeat=repeat, outcome=outcome)
     speed, low, high = (float(cells[name]) for name in SPEEDS)
@@ -365,7 +369,7 @@ def _row(header: Header, cells: Mapping[str, str], techniques: Techniques) -> Ro
         samples_per_s=speed,
         samples_per_s_low=low,
         samples_per_s_high=high,
-        step_s=config.samples_per_step / speed,
+        step_s=config.plan_in(header.world).samples_per_step / speed,
         peak_bytes=peak_bytes,
         block_samples_per_s=(speed,),
         num_steps=int(cells["num_steps"]),
@@ -374,7 +378,8 @@ def _row(header: Header, cells: Mapping[str, str], techniques: Techniques) -> Ro
         timed_s=train_s,
         phases_s={phase: float(cells[f"{phase}_s"]) for phase in PHASES if cells[f"{phase}_s"]},
     )
-    return Row(config=config, repeat=repeat, outcome=Outcome(kind=Kind.OK, measurement=measured, wall_s=wall_s))
+    outcome = Outcome(kind=Kind.OK, measurement=measured, wall_s=wall_s, world=header.world)
+    return Row(config=config, repeat=repeat, outcome=outcome)
 
 
 def _swept(header: Header) -> list[str]:

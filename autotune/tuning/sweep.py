@@ -52,7 +52,12 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     source = source.with_global_batch(options.global_batch)
     logs, compiled = options.out.with_suffix(".logs"), options.out.with_suffix(".compiled")
     runner = LocalRunner(
-        source, device=options.device, logs=logs, import_timeout_s=INSPECT_TIMEOUT_S, compiled=compiled
+        source,
+        device=options.device,
+        devices=options.devices,
+        logs=logs,
+        import_timeout_s=INSPECT_TIMEOUT_S,
+        compiled=compiled,
     )
     require_possible(runner.techniques, {}, (*options.grid, *options.include), options.exclude)
     for name, wanted in options.grid.items():
@@ -65,6 +70,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     )
     settings = ProbeSettings(
         memory_limit_bytes=limit_bytes,
+        world=runner.world,
         max_timed_s=options.max_timed_s,
         max_warmup_s=options.max_warmup_s,
         timeout_s=options.probe_timeout_s,
@@ -78,13 +84,14 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             calibration=calibration,
             trained=trained,
             comparing_s=COMPARING_S,
+            world=runner.world,
         )
         inspection = inspect(runner, job)
         space, _ = build_space(inspection, runner.techniques, include=options.include, exclude=options.exclude)
         space = _restrict(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings), space.techniques)
         if recorded.traces is None:
-            traces = runner.trace(space.tracing(), target_of(inspection.device), TRACE_TIMEOUT_S)
+            traces = runner.trace(space.tracing(), target_of(inspection.device), TRACE_TIMEOUT_S, world=space.world)
             table.write_traces(options.out, traces)
         rows = list(recorded.rows)
         for number in range(options.max_repeats):
@@ -168,6 +175,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         torch=device.torch_version,
         autotune=__version__,
         global_batch=inspection.global_batch,
+        world=space.world,
         baseline=space.baseline.as_dict(),
         choices={name: every[name] for name in keys},
         capability=device.capability,

@@ -34,7 +34,9 @@ from autotune.techniques import find_techniques
 
 STUDIES = Path(__file__).parent.parent.parent / "studies"
 WIDE_TABLES = sorted(STUDIES.glob("*/*.wide.csv"))  # of nearly all techniques at once
-TABLES = sorted(path for path in STUDIES.glob("*/*.csv") if not path.name.endswith((".allocator.csv", ".wide.csv")))
+TABLES = sorted(
+    path for path in STUDIES.glob("*/*.csv") if not path.name.endswith((".allocator.csv", ".wide.csv", ".2.csv"))
+)
 NUM_PAIRS = 30  # of the two probes that the memory model is given
 TRACE_TIMEOUT_S = 600.0
 

@@ -87,7 +87,7 @@ def test_gradients_are_not_compared(recorded: Table) -> None:
     assert isinstance(found, NotCompared) and "recorded table" in found.reason
 
 
-@pytest.mark.parametrize("path", sorted(STUDIES.glob("*/cpu.csv")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", [*sorted(STUDIES.glob("*/cpu.csv")), STUDIES / "gpt" / "cpu.2.csv"], ids=str)
 def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
     with ReplayRunner(path) as runner:
         found = runner.run(InspectJob(memory_limit_bytes=None, timeout_s=1.0))
@@ -145,3 +145,14 @@ def test_a_replayed_answer_names_the_file_that_runs_it(tmp_path: Path) -> None:
     runner = ReplayRunner(gpt / "cpu.csv")
     found = search(gpt / "model.py", runner=runner, budget="15s", trials=1, storage=str(tmp_path / "gpt.db"))
     assert Path(found.model).samefile(gpt / "model.py")
+
+
+def test_a_table_of_two_processes_is_searched_as_two_processes(tmp_path: Path) -> None:
+    gpt = STUDIES / "gpt"
+    runner = ReplayRunner(gpt / "cpu.2.csv")
+    found = search(gpt / "model.py", runner=runner, budget="5m", storage=str(tmp_path / "gpt.db"))
+    swept = table.read(gpt / "cpu.2.csv", find_techniques())
+    assert swept.header.world.size == found.subject.num_processes == 2
+    answer = Config(tuple(found.config.items()))
+    assert answer.plan_in(swept.header.world).samples_per_step == swept.header.global_batch
+    assert answer in swept.figures

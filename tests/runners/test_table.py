@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from autotune.records.config import Config
+from autotune.records.config import Config, World
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.runners import table
 from autotune.runners.table import Header, Row, TableError, figures_of
@@ -253,3 +253,14 @@ def test_a_row_that_is_no_probe_is_named_by_its_line(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(TableError, match=r"nowhere\.csv"):
         table.read(tmp_path / "nowhere.csv", find_techniques())
+
+
+def test_a_table_of_several_processes_counts_the_samples_of_all(tmp_path: Path) -> None:
+    header = replace(HEADER, world=World(size=2))
+    which = techniques.complete({"batch_size": 4}, global_batch=48, world=header.world)
+    table.start(tmp_path / "two.csv", header)
+    table.append(tmp_path / "two.csv", header, Row(config=which, repeat=0, outcome=ok(which, 96.0)))
+    found = table.read(tmp_path / "two.csv", find_techniques())
+    outcome = found.rows[0].outcome
+    assert found.header == header and outcome.world == header.world
+    assert outcome.measurement is not None and outcome.measurement.step_s == 0.5  # 48 samples, 24 of each process
