@@ -154,7 +154,11 @@ class Instruments:
 
     def is_lost(self) -> bool:
         """Whether NVML says that the GPU has fallen off the bus."""
-        return (found := self._found()) is not None and found[0].is_lost(found[1])
+        connection = nvml.connect()
+        if isinstance(connection, str):
+            return False
+        gpu = self._matches.get(has_context()) or self._placed(connection)
+        return gpu is not None and connection.is_lost(gpu)
 
     def near_processors(self) -> set[int]:
         """The processors on the GPU's NUMA node that this process may run on; all of these where the node is not known."""
@@ -219,8 +223,7 @@ class Instruments:
         return self._matches[certain]
 
     def _match(self, connection: nvml.Nvml, certain: bool) -> nvml.Gpu:
-        visible = connection.visible_gpus()
-        placed = visible[self._index] if self._index < len(visible) else None
+        visible, placed = connection.visible_gpus(), self._placed(connection)
         asked = self._asked() if certain or connection.differ() else None
         if asked is not None and asked.uuid:
             named = [gpu for gpu in (*visible, *connection.boards()) if asked.uuid in gpu.uuids]
@@ -230,7 +233,14 @@ class Instruments:
             raise DeviceError(
                 f"{self.name} is not there: the driver shows {plural(len(visible), 'GPU')}; check CUDA_VISIBLE_DEVICES"
             )
+        if placed.handle is None:
+            raise DeviceError(f"{self.name} has fallen off the bus, as the driver says; check nvidia-smi")
         return placed
+
+    def _placed(self, connection: nvml.Nvml) -> nvml.Gpu | None:
+        """The GPU at the same index in NVML; None where it shows fewer."""
+        visible = connection.visible_gpus()
+        return visible[self._index] if self._index < len(visible) else None
 
     def _asked(self) -> AskedGpu | None:
         """This GPU as torch describes it: in this process if it has a context, else in another one."""

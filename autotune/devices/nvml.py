@@ -48,7 +48,7 @@ class Gpu:
     """A GPU, or a MIG instance of one, as CUDA may see it.
 
     Attributes:
-        handle: NVML's handle.
+        handle: NVML's handle; None for a GPU that has fallen off the bus, which only keeps its place among the others.
         board: handle of the physical GPU, which has the instruments; without MIG the same as `handle`.
         uuids: its own UUID and its board's, without prefixes: CUDA may name it by either.
     """
@@ -80,15 +80,22 @@ class Nvml:
         return _text(self._read("nvmlSystemGetDriverVersion"))
 
     def boards(self) -> list[Gpu]:
-        """Every physical GPU, in PCI order."""
-        number = int(self._read("nvmlDeviceGetCount") or 0)
-        handles = (self._read("nvmlDeviceGetHandleByIndex", index) for index in range(number))
-        return [self._describe(handle, handle) for handle in handles if handle is not None]
+        """Every physical GPU, in PCI order; one that is lost keeps its place."""
+        boards = []
+        for index in range(int(self._read("nvmlDeviceGetCount") or 0)):
+            try:
+                handle = self._module.nvmlDeviceGetHandleByIndex(index)
+            except Exception as error:
+                if _says_lost(error):
+                    boards.append(Gpu(handle=None, board=None, uuid=f"lost {index}", uuids=(), name=""))
+            else:
+                boards.append(self._describe(handle, handle))
+        return boards
 
     def differ(self) -> bool:
         """Whether CUDA may number the GPUs in another order than NVML: where GPUs differ, it puts the fastest first."""
         in_bus_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-        return not in_bus_order and len({board.name for board in self.boards()}) > 1
+        return not in_bus_order and len({board.name for board in self.boards() if board.handle is not None}) > 1
 
     def visible_gpus(self, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         """The GPUs that CUDA shows under CUDA_VISIBLE_DEVICES (indices, or the beginnings of UUIDs), in its order.
@@ -144,10 +151,12 @@ class Nvml:
 
     def is_lost(self, gpu: Gpu) -> bool:
         """Whether the driver says that the GPU is gone."""
+        if gpu.handle is None:
+            return True
         try:
             self._module.nvmlDeviceGetMemoryInfo(gpu.handle)
         except Exception as error:
-            return type(error).__name__ == "NVMLError_GpuIsLost"
+            return _says_lost(error)
         return False
 
     def bus_id(self, gpu: Gpu) -> str:
@@ -281,6 +290,10 @@ def why_no_gpu() -> str:
         return "the NVIDIA driver finds no GPU"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU of this machine ({len(boards)})"
+
+
+def _says_lost(error: Exception) -> bool:
+    return type(error).__name__ == "NVMLError_GpuIsLost"
 
 
 def _text(value: Any) -> str:

@@ -47,7 +47,8 @@ class Slots:
 def find_slots(asked: str, device: str = "auto", *, memory_limit_bytes: int | None = None) -> Slots:
     """The slots of this machine.
 
-    Devices of another kind than most, or than `device` where that names one, are left out, and so is one whose memory others hold.
+    Devices of another kind than most, or than `device` where that names one, are left out, and so is one whose memory others hold,
+    or that the driver has lost.
 
     Args:
         asked: how many, or `all`, or their devices: `cuda:0,1`, or `cpu:2` for two parts of the CPU.
@@ -66,10 +67,12 @@ def find_slots(asked: str, device: str = "auto", *, memory_limit_bytes: int | No
     if not capabilities_of(kind).own_processors:
         return _parts_of_cpu(asked, numbers)
     if named[1]:
-        gpus = [open_device(f"{kind}:{index}") for index in numbers.split(",")]
+        gpus, lost = [open_device(f"{kind}:{index}") for index in numbers.split(",")], []
     else:
         open_device(kind)  # says why, where torch cannot use it
-        gpus = [gpu for gpu in available() if gpu.kind == kind]
+        found = [gpu for gpu in available() if gpu.kind == kind]
+        lost = [gpu.name for gpu in found if gpu.is_lost()]
+        gpus = [gpu for gpu in found if gpu.name not in lost]
     infos = {gpu.name: gpu.info() for gpu in gpus}
     most = int(numbers) if numbers is not None and not named[1] else len(infos)
     if len(infos) < len(gpus) or not 0 < most <= len(infos):
@@ -78,7 +81,8 @@ def find_slots(asked: str, device: str = "auto", *, memory_limit_bytes: int | No
         )
     used, notes = _alike(infos, device)
     used, full = _with_memory(used, memory_limit_bytes)
-    return Slots(slots=_on_gpus([*used][:most]), notes=(*notes, *full))
+    gone = [f"{name} is no slot: it has fallen off the bus, as the driver says" for name in lost]
+    return Slots(slots=_on_gpus([*used][:most]), notes=(*gone, *notes, *full))
 
 
 def _parts_of_cpu(asked: str, numbers: str | None) -> Slots:

@@ -94,6 +94,11 @@ class OneSlotRunner(Runner):
         return (Slot(name=self._slot, device=info),)
 
     @property
+    def device_is_lost(self) -> bool:
+        """Whether the driver says that the device has gone since the runner opened it."""
+        return self._device.is_lost()
+
+    @property
     def _slot(self) -> str:
         if self._own is not None:
             return self._own.name

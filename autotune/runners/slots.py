@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
-from autotune.devices import device_named
 from autotune.devices.slots import Slots
 from autotune.errors import DeviceError
 from autotune.records.device import Slot
@@ -160,10 +159,10 @@ class SlotsRunner(Runner):
         del self._where[ticket]
         result = finished.result
         if isinstance(result, Outcome) and not result.ok and len(self._members) > 1:
+            if self._members[name].device_is_lost:
+                raise self._lose(name, f"the driver says that {self._devices[name]} is gone", None, ticket)
             if result.device_fault:
                 raise self._lose(name, result.cause, None, ticket)
-            if device_named(self._devices[name]).is_lost():
-                raise self._lose(name, f"the driver says that {self._devices[name]} is gone", None, ticket)
         if isinstance(result, Inspection):
             for member in self._members.values():
                 member.learn(result)

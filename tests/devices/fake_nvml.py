@@ -38,6 +38,7 @@ class FakeGpu:
     num_links: int = 0
     ancestor: int | None = None
     bus_id: str | None = None
+    lost: bool = False
 
 
 class FakeNvml:
@@ -47,6 +48,9 @@ class FakeNvml:
         pass
 
     class NVMLError_LibraryNotFound(NVMLError):
+        pass
+
+    class NVMLError_GpuIsLost(NVMLError):
         pass
 
     def __init__(self, *gpus: FakeGpu, error: Exception | None = None) -> None:
@@ -72,7 +76,7 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
-        return self.gpus[index]
+        return self._reached(self.gpus[index])
 
     def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
         return gpu.uuid
@@ -81,6 +85,7 @@ class FakeNvml:
         return gpu.name
 
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> Any:
+        self._reached(gpu)
         return SimpleNamespace(used=gpu.used_bytes, total=gpu.total_bytes, free=gpu.total_bytes - gpu.used_bytes)
 
     def nvmlDeviceGetCudaComputeCapability(self, gpu: FakeGpu) -> tuple[int, int]:
@@ -134,6 +139,11 @@ class FakeNvml:
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: FakeGpu, other: FakeGpu) -> int:
         return self._supported(one.ancestor)
+
+    def _reached(self, gpu: FakeGpu) -> FakeGpu:
+        if gpu.lost:
+            raise self.NVMLError_GpuIsLost("GPU is lost")
+        return gpu
 
     def _supported(self, value: Any) -> Any:
         if value is None:

@@ -34,6 +34,14 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(variable, expected):
     assert visible(TWO, variable) == expected
 
 
+def test_a_gpu_that_is_lost_keeps_its_place_so_that_the_others_keep_their_numbers():
+    nvml = Nvml(FakeNvml(FakeGpu("GPU-a"), FakeGpu("GPU-b", name="Tesla T4", lost=True), FakeGpu("GPU-c")))
+    first, gone, last = nvml.visible_gpus({})
+    assert (first.uuid, last.uuid) == ("GPU-a", "GPU-c")
+    assert [nvml.is_lost(gpu) for gpu in (first, gone, last)] == [False, True, False]
+    assert not nvml.differ()  # from what is left
+
+
 def test_of_a_divided_gpu_the_first_instance_is_visible_or_the_one_that_is_named():
     assert visible([DIVIDED], None) == ["MIG-1"]
     assert visible([DIVIDED], "0") == ["MIG-1"]

@@ -27,8 +27,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu) -> None:
     install(monkeypatch, *gpus)
 
 
-def gpu(number: int, name: str = H200, used_gib: int = 2, bus_id: str | None = None) -> FakeGpu:
-    return FakeGpu(f"GPU-{number}", name=name, used_bytes=used_gib * GIB, bus_id=bus_id)
+def gpu(number: int, name: str = H200, used_gib: int = 2, *, bus_id: str | None = None, lost: bool = False) -> FakeGpu:
+    return FakeGpu(f"GPU-{number}", name=name, used_bytes=used_gib * GIB, bus_id=bus_id, lost=lost)
 
 
 def on_processors(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -69,6 +69,23 @@ def test_a_gpu_whose_memory_others_hold_is_left_out(monkeypatch: pytest.MonkeyPa
     found = find_slots("all")
     assert [slot.name for slot in found.slots] == ["cuda:0", "cuda:2"]
     assert found.notes[0].startswith("cuda:1 is no slot: 40.0 GiB of its 140 GiB are free")
+
+
+def test_a_gpu_that_the_driver_has_lost_is_left_out_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, gpu(0), gpu(1, lost=True), gpu(2))
+    found = find_slots("all")
+    assert [slot.name for slot in found.slots] == ["cuda:0", "cuda:2"]
+    assert found.notes == ("cuda:1 is no slot: it has fallen off the bus, as the driver says",)
+    with pytest.raises(DeviceError, match="cuda:1 has fallen off the bus, as the driver says; check nvidia-smi"):
+        find_slots("cuda:0,1")
+
+
+def test_a_gpu_that_goes_is_known_to_be_lost_to_whoever_had_opened_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, first := gpu(0), gpu(1))
+    opened = autotune.devices.device_named("cuda:0")
+    assert opened.info().name == "cuda:0" and not opened.is_lost()
+    first.lost = True
+    assert opened.is_lost() and not autotune.devices.device_named("cuda:1").is_lost()
 
 
 def test_within_a_memory_limit_a_fuller_gpu_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
