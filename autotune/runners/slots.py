@@ -7,17 +7,19 @@ import math
 import os
 import selectors
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+from autotune.devices.linux import cores
 from autotune.devices.slots import Slots
 from autotune.errors import DeviceError
 from autotune.records.device import Slot
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Outcome, Progress
 from autotune.runners.in_flight import Host
-from autotune.runners.jobs import Job
+from autotune.runners.jobs import Job, R
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Finished, ProbeFault, Runner, SlotLost
 from autotune.task.source import TaskSource
@@ -54,6 +56,9 @@ class SlotsRunner(Runner):
         self._is_live = source.live is not None
         self._host = Host()
         self._where: dict[int, str] = {}  # ticket -> slot
+        self._lost: dict[str, str] = {}  # slots that were taken out -> what that says
+        num_cores = len(cores(frozenset[int]().union(*(slot.processors for slot in found.slots))))
+        self.slowest_start = max(1.0, len(found.slots) / num_cores)  # processes that start at once share the cores
         self._devices = {slot.name: slot.device for slot in found.slots}
         self._members = {
             slot.name: LocalRunner(
@@ -104,6 +109,8 @@ class SlotsRunner(Runner):
 
     def submit(self, job: Job[Any], slot: str = "") -> int:
         taken = {*self._where.values()}
+        if slot in self._lost:  # while a job ran that no slot was asked for
+            raise SlotLost(self._lost[slot], slot)
         if slot and slot not in self._members:
             raise RuntimeError(f"there is no slot {slot}; there is {', '.join(self._members)}")
         if not (free := [name for name in self._members if name not in taken and slot in ("", name)]):
@@ -175,7 +182,13 @@ class SlotsRunner(Runner):
             raise ProbeFault(str(fault), tickets or None)
         self._members.pop(name).__exit__(None, None, None)
         left = ", ".join(self._members)
-        return SlotLost(f"the slot {name} is taken out: {why}; the search goes on with {left}", name, tickets)
+        self._lost[name] = f"the slot {name} is taken out: {why}; the search goes on with {left}"
+        return SlotLost(self._lost[name], name, tickets)
+
+    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+        while True:
+            with contextlib.suppress(SlotLost):  # then in another one
+                return super()._run(job, watch)
 
     def _wait(self, deadline: float) -> None:
         """Wait until there is news of a job, or a time is up."""

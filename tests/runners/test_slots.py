@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,24 @@ def test_a_model_file_that_cannot_be_imported_is_told_once_and_leaves_nothing_be
     ):
         pass
     assert not (tmp_path / "logs").exists()
+
+
+def test_probes_that_start_at_once_on_fewer_cores_than_slots_may_take_longer_to_begin(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    source = TaskSource.of(tmp_path / "model.py")
+    crowded = replace(SLOTS, slots=tuple(replace(slot, processors=frozenset({PARTS[0]})) for slot in SLOTS.slots))
+    assert SlotsRunner(source, crowded, logs=tmp_path / "logs").slowest_start == 2.0
+
+
+def test_a_job_that_asks_for_no_slot_runs_in_another_one_when_its_slot_dies(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    with SlotsRunner(TaskSource.of(tmp_path / "model.py"), SLOTS, logs=tmp_path / "logs") as runner:
+        kill_supervisor(runner, "cpu:0")
+        outcome = runner.run(probe())
+        assert (outcome.kind, outcome.slot) == (Kind.OK, "cpu:1")
+        with pytest.raises(SlotLost, match=r"the slot cpu:0 is taken out: .*; the search goes on with cpu:1") as raised:
+            runner.submit(probe(), "cpu:0")
+        assert (raised.value.slot, raised.value.tickets) == ("cpu:0", ())
 
 
 def test_a_slot_that_dies_is_taken_out_and_the_last_one_never_is(runner: SlotsRunner) -> None:
