@@ -106,6 +106,23 @@ def test_an_unknown_device(tmp_path):
     refused(run(tmp_path, "search", "model.py", "--device", "tpu"), "tpu", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--slots", "two"), "'two' names no slots; expected a number, all, cuda:0,1 or cpu:2"),
+        (("--slots", "cpu:999"), "each slot needs a core, and this process may use "),
+        (("--slots", "cpu:2", "--device", "cuda"), "contradict each other; leave one of them out"),
+        (("--slots", "2", "--devices", "cpu:2"), "--devices cpu:2 trains with several; leave one of them out"),
+        (("--slots", "2", "--command", "train.py {batch_size}"), "leave --slots out, or search a MODEL"),
+    ],
+)
+def test_slots_that_cannot_be_are_refused_with_what_to_do_before_the_model_is_imported(tmp_path, options, says):
+    (tmp_path / "model.py").write_text("raise SystemExit('imported')\n" + GOOD)
+    model = () if "--command" in options else ("model.py",)
+    refused(run(tmp_path, "search", *model, *options), says)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.py"]
+
+
 def test_an_unknown_technique(tmp_path):
     refused(search(tmp_path, GOOD, "--exclude", "apm"), "apm", "amp")
 

@@ -256,7 +256,7 @@ def test_the_steps_of_a_command_of_several_processes_take_the_samples_of_all() -
     assert count_train_samples(options, found) == 2 * count_train_samples(options, alone)
 
 
-@pytest.mark.parametrize(("option", "value"), [("device", "cpu"), ("devices", "cpu:2")])
+@pytest.mark.parametrize(("option", "value"), [("device", "cpu"), ("devices", "cpu:2"), ("slots", "2")])
 def test_a_runner_has_devices_of_its_own(option: str, value: str) -> None:
     gpt = Path(__file__).parent.parent.parent / "studies" / "gpt"
     with pytest.raises(ConfigError, match=f"{option} {value} cannot be chosen: the runner has its own"):
