@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -32,6 +32,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _CUDA_ERROR_NOT_INITIALIZED = 3
 _LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
 _ANSWER_S = 2.0  # for all ranks to tell where they are; one that hangs may give no answer
+_DEATH_S = 0.5  # of the search, until it is seen by who outlives it
 _GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
 
 
@@ -47,9 +48,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     end_with_parent()  # an import may hang, and nobody reads the socket then
-    if os.getppid() != greeting["parent"]:
-        os._exit(0)
-    hello, task = _import(source, greeting) if source is not None else ({"no_fork": ""}, None)
+    with _guarded(greeting, connection):
+        hello, task = _import(source, greeting) if source is not None else ({"no_fork": ""}, None)
     end_with_parent(False)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
@@ -60,6 +60,34 @@ def main() -> None:
             request |= {"blas_threads": blas_threads, "source": source}
             _send(connection, _serve(request, task, inbox))
     inbox.leave()
+
+
+@contextlib.contextmanager
+def _guarded(greeting: dict[str, Any], connection: socket.socket) -> Iterator[None]:
+    """Let another process remove the search's folder where the search dies inside the block, and this process with it."""
+    search, importing = (os.pidfd_open(pid) for pid in (os.getppid(), os.getpid()))
+    if os.getppid() != greeting["parent"]:
+        shutil.rmtree(greeting["folder"], ignore_errors=True)
+        os._exit(0)
+    if not (guard := os.fork()):
+        os.close(connection.detach())
+        _has_ended(importing, None)
+        if _has_ended(search, _DEATH_S):
+            shutil.rmtree(greeting["folder"], ignore_errors=True)
+        os._exit(0)
+    for process in (search, importing):
+        os.close(process)
+    yield
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the user's module may have waited for it
+        os.kill(guard, signal.SIGKILL)
+        os.waitpid(guard, 0)
+
+
+def _has_ended(process: int, timeout_s: float | None) -> bool:
+    """Whether a process, given by its descriptor, ends in time."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 class Inbox:
@@ -367,9 +395,7 @@ def _reap(pid: int) -> int | None:
     """The status of a process that was killed; None where it does not end, stuck in a driver. It is left alone from then on."""
     process = os.pidfd_open(pid)
     try:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        if not poll.poll(_GIVE_UP_S * 1000):
+        if not _has_ended(process, _GIVE_UP_S):
             _stuck.add(pid)
             return None
     finally:

@@ -3,7 +3,10 @@
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from autotune.records.check import Check
@@ -154,3 +157,34 @@ def test_how_a_process_ended_says_what_it_means_for_the_device(tmp_path, how, on
         ended(**how)
     )
     assert (outcome.kind, said in outcome.cause) == (kind, True), outcome
+
+
+IMPORTS_FOR_LONG = """
+import pathlib, time
+pathlib.Path(__file__).with_name("importing").touch()
+time.sleep(3600)
+"""
+SEARCH = """
+import pathlib, sys
+from autotune.runners.local import LocalRunner
+from autotune.task.source import TaskSource
+
+folder = pathlib.Path(sys.argv[1])
+with LocalRunner(TaskSource.of(folder / "net.py"), device="cpu", logs=folder / "logs"):
+    pass
+"""
+
+
+def test_a_search_that_dies_while_the_model_file_is_imported_leaves_nothing(tmp_path):
+    (tmp_path / "net.py").write_text(IMPORTS_FOR_LONG)
+    (tmp_path / "tmp").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(__file__).parents[2])}
+    search = subprocess.Popen([sys.executable, "-c", SEARCH, str(tmp_path)], env=environment)
+    while not (tmp_path / "importing").exists():
+        time.sleep(0.02)
+    assert list((tmp_path / "tmp").glob("autotune-*"))
+    running = psutil.Process(search.pid).children(recursive=True)
+    search.kill()
+    search.wait()
+    assert not psutil.wait_procs(running, timeout=5)[1]
+    assert not list((tmp_path / "tmp").glob("autotune-*"))
