@@ -187,8 +187,10 @@ class SlotsRunner(Runner):
 
     def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
         while True:
-            with contextlib.suppress(SlotLost):  # then in another one
+            try:
                 return super()._run(job, watch)
+            except SlotLost as lost:  # then in another one
+                self.notes += (str(lost),)
 
     def _wait(self, deadline: float) -> None:
         """Wait until there is news of a job, or a time is up."""

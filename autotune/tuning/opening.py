@@ -185,13 +185,16 @@ def open_search(
         own = techniques.complete(runner.stated.trained)
         others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
         kept = replace(kept, place=kept.own.training(others, techniques))
-        for note in (*runner.notes, *device.notes):
+        known = runner.notes
+        for note in (*known, *device.notes):
             listener.warn(note)
         with budget.split("inspection"):
             calibration, why_none = calibrate_device(runner, device, kept.place.folder)
             if why_none:
                 listener.warn(f"the device could not be measured: {why_none}")
         search = _open_over(runner, kept, options, budget, agreed, asked, calibration, listener, interruption)
+        for note in runner.notes[len(known) :]:  # of the inspection
+            search.warn(note)
         stack.enter_context(search.tracing)
         interruption.is_ready = True
         yield search

@@ -127,6 +127,7 @@ def test_a_job_that_asks_for_no_slot_runs_in_another_one_when_its_slot_dies(tmp_
         kill_supervisor(runner, "cpu:0")
         outcome = runner.run(probe())
         assert (outcome.kind, outcome.slot) == (Kind.OK, "cpu:1")
+        assert runner.notes[-1].startswith("the slot cpu:0 is taken out: ")
         with pytest.raises(SlotLost, match=r"the slot cpu:0 is taken out: .*; the search goes on with cpu:1") as raised:
             runner.submit(probe(), "cpu:0")
         assert (raised.value.slot, raised.value.tickets) == ("cpu:0", ())
