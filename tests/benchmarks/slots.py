@@ -207,7 +207,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into studies/README.md")
     options = parser.parse_args()
     found = runs(options.tables, options.seeds, options.workers)
-    lines = [f"{options.seeds} seeds of each table and limit, {2 * options.seeds} closed forms.", "", *summary(found)]
+    of_tables = f", {options.seeds} seeds of each table and limit" if options.tables else ""
+    lines = [f"{2 * options.seeds} closed forms{of_tables}.", "", *summary(found)]
     print("\n".join(lines))
     if options.write:
         write("slots", lines)
