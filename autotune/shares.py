@@ -51,7 +51,7 @@ def share_out(dataset: Any, options: dict[str, Any], world: World, batch_size: i
 
 
 class OrderShare(Sampler[int]):
-    """Of an order that another sampler gives, the batches of one of `number` processes: the same order is drawn in each."""
+    """One process's batches of the order that another sampler gives. Each of `number` processes draws the same order."""
 
     def __init__(self, sampler: Any, number: int, own: int, batch_size: int, seed: int) -> None:
         self._sampler, self._number, self._own, self._batch_size, self._seed = sampler, number, own, batch_size, seed
@@ -78,7 +78,7 @@ class OrderShare(Sampler[int]):
 
 
 class StreamShare(IterableDataset[Any]):
-    """Of each round of samples of a stream, one for each of `number` processes, one's own; a round not full is left out.
+    """One process's sample of every `number` samples of a stream, one for each process. An incomplete last group is left out.
 
     The stream draws the same random numbers in all processes, so that one that shuffles gives the same order to all. Data workers
     split it as the dataset itself has them do; it must not split itself by process.
@@ -96,7 +96,7 @@ class StreamShare(IterableDataset[Any]):
         own = RandomState(_HOST)
         worker = torch.utils.data.get_worker_info()
         seed_everything(self._seed + 1_000_003 * self._epoch + 1_009 * self._passes + (worker.id if worker else 0))
-        self._passes += 1  # of data workers that persist, which are told of no epoch
+        self._passes += 1  # data workers that persist are told of no epoch: this changes their order all the same
         samples = iter(self._stream)
         while True:
             taken = list(itertools.islice(samples, self._number))
@@ -115,7 +115,7 @@ class StreamShare(IterableDataset[Any]):
 
 
 def own_samples(dataset: Any, world: World) -> Any:
-    """This process's samples of a dataset, each of which one process has: as many as there are, evenly or not."""
+    """This process's samples of a dataset. No sample is repeated or dropped, so processes may have unequally many."""
     if world.data_parallel == 1:
         return dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):

@@ -1,6 +1,6 @@
 """What all integrations share: a live model as a task wants it, a framework's arguments read, and an answer said in them.
 
-A model and an optimizer that live in the user's process are made anew each time. The arguments that are read are the baseline.
+Each probe gets a fresh copy of the user's model and optimizer. The arguments that are read are the baseline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LiveModel:
         optimizer: of the model's parameters; its state is left behind.
 
     Raises:
-        TaskError: the model is one of several processes', or the optimizer has parameters of something else.
+        TaskError: the model is wrapped in DistributedDataParallel or DataParallel, or the optimizer has parameters of something else.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -76,7 +76,7 @@ class LiveModel:
 
 
 def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's attributes as plain data, since pickling or copying it keeps those of torch's own alone.
+    """An optimizer's attributes as plain data, since pickling or copying it keeps only those that torch itself defines.
 
     Its state is left behind, and so is what others have hung on it: hooks, and the `step` of a learning-rate scheduler.
     """
@@ -96,13 +96,13 @@ def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def name_of(device: torch.device) -> str:
-    """The name of a device that a framework trains on: some number the CPU by processes."""
+    """The name of a device that a framework trains on: some give the CPU the number of the process (`cpu:1`)."""
     known = TYPES.get(device.type)
     return device.type if known is not None and not known.capabilities.own_processors else str(device)
 
 
 def batch_of_all(samples: int) -> int:
-    """The samples of an optimizer step over all processes: a launched script says one process's, a model file those of all."""
+    """The samples of an optimizer step over all processes: a launched script states one process's share, a model file the whole."""
     return samples if runs_model_file() else samples * launched_world().size
 
 
@@ -112,7 +112,7 @@ def read(
     """The choices that a framework's arguments make, as a partial config. What they do not say is left out.
 
     Args:
-        task, model: tell what "all of the model" means, where arguments know no more than on and off. The model is looked at.
+        task, model: tell what "all of the model" means, where an argument is only on or off. The model is looked at, not changed.
     """
     found: dict[str, Choice | None] = {}
     for name, words in BATCH.items():
@@ -128,7 +128,7 @@ def read(
 
 
 def techniques_saying(framework: str, argument: str) -> list[str]:
-    """The techniques that say an argument of the framework also where they are off."""
+    """The techniques that write this argument of the framework even when they are off."""
     techniques = find_techniques().values()
     return [each.name for each in techniques if argument in (each.write(framework, each.off) or {})]
 

@@ -98,13 +98,13 @@ def _trace(
 
 
 def _untraceable(inspection: Inspection, config: Config, techniques: Techniques) -> str:
-    """Why whole steps of the config cannot be traced, by what the inspection found: asking a technique may import torch."""
+    """Why whole steps of the config cannot be traced, as the inspection found it, because asking a technique may import torch."""
     found = []
     for name, choice in techniques.switched_on(config):
         technique = techniques[name]
         if not technique.traced_in_whole_steps:
             reasons = dict(inspection.support_of(name).untraceable)
-            # a number need not be among those that were inspected
+            # a choice on a scale may not have been inspected itself
             found.append(next(iter(reasons.values()), "") if technique.ordered else reasons.get(choice, ""))
     return "; ".join(filter(None, found))
 
@@ -141,7 +141,7 @@ def _measure(
 def _alternatives(
     inspection: Inspection, config: Config, techniques: Techniques
 ) -> tuple[list[_Alternative], dict[str, str]]:
-    """Half the micro batch, and one choice of each technique that shapes memory; all its choices, where they have no order."""
+    """Half the micro batch, and of each technique that shapes memory one choice, or every choice where they have no order."""
     found, unpredicted = [*_half_batch(inspection, config)], {}
     for name, technique in techniques.items():
         support = inspection.support_of(name)
