@@ -61,6 +61,7 @@ class Card:
     utilization: int | None = 90
     temperature_c: int | None = 60
     power_mw: int | None = 300_000
+    lost: bool = False
 
     @property
     def used_bytes(self) -> int:
