@@ -17,7 +17,7 @@ T = TypeVar("T")
 def find_plugins(
     package: str, base: type[T], group: str, required: tuple[str, ...], taken: Mapping[str, str] | None = None
 ) -> dict[str, T]:
-    """An instance of every subclass of `base`, by its `name`: first those in the files of a room, then those of others.
+    """An instance of every subclass of `base`, by its `name`: first those in the files of a room, then those of other packages.
 
     Args:
         package: the room whose files are looked through; a class that a file only imports does not count.

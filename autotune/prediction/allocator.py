@@ -8,12 +8,12 @@ It follows `c10/cuda/CUDACachingAllocator.cpp` of PyTorch, with its default sett
 - a free block is taken by best fit: the smallest that is large enough, of those the one at the lowest address;
 - a block that is larger than asked for is split if 512 B are left (small pool) or more than 1 MiB (large pool);
 - a freed block is joined with the free blocks beside it in its segment, and segments are kept;
-- each stream has pools of its own. That a block which another stream uses is free only once that is done is not followed.
+- each stream has pools of its own. Not followed: a block that another stream uses is free only when that stream is done.
 
 Of the settings, `expandable_segments` makes each pool one segment that grows by 2 or 20 MiB, `max_split_size_mb` keeps large blocks
 whole, and `roundup_power2_divisions` (one number for all sizes) rounds requests up.
 
-Where a limit is near, it gives segments without a living block back first: a program then gets by with less, at a cost in time.
+Near a limit torch first gives back segments without a living block, so that a program needs less, at a cost in time; this is not followed.
 Segments are taken to lie one behind the other in the order in which they were made.
 """
 
@@ -62,9 +62,9 @@ def reserved_factors(
     added: Sequence[str],
     held_bytes: Sequence[int] = (),
 ) -> tuple[Reserved, ...]:
-    """What the allocator takes over the most that lives at once, with each of several updates and of several settings.
+    """What the allocator takes, as a multiple of the most that lives at once, with each of several updates and settings.
 
-    What it takes is exact at each of the batch sizes, also where what lives is not: the factor is what makes that of this.
+    What the allocator takes is exact at each batch size, even where what lives is estimated: the factor is the one over the other.
 
     Args:
         micro: traced for CUDA.
@@ -140,7 +140,7 @@ def _two_steps(micro: MicroSteps, micro_batches: Sequence[Sequence[Event]], upda
 
 
 def _append(program: list[Event], events: Iterable[Event], offset: int) -> list[Event]:
-    """Append a pass with keys of its own, less what it frees of others'. Returns the allocations that it does not free."""
+    """Append a pass with keys of its own, without freeing what others allocated. Returns the allocations that it does not free."""
     living: dict[int, Event] = {}
     for event in events:
         if event.allocates or living.pop(event.key, None) is not None:
@@ -161,7 +161,7 @@ class _Program:
         allocates: or frees.
         streams: on which each is allocated.
         held_bytes: what libraries hold from the allocator, before and after.
-        stepped: row -> of a size that is no line in the batch size.
+        stepped: row -> its sizes, where these do not lie on a line in the batch size.
     """
 
     places: list[int]
@@ -181,7 +181,7 @@ class _Program:
         return cls(places, np.array(sizes, dtype=float), allocates, streams, tuple(held_bytes), stepped)
 
     def towards(self, other: _Program, share: float) -> _Program:
-        """The same storages with sizes between this program's, at 0, and another's, at 1, or beyond."""
+        """The same storages; at a share of 0 with this program's sizes, at 1 with the other's, else on the line through both."""
         sizes = np.rint(self.sizes + share * (other.sizes - self.sizes))
         for row, stepped in self.stepped.items():
             sizes[row] = stepped.towards(other.stepped[row], share)
@@ -247,7 +247,7 @@ class _Pool:
     """The free blocks of the small or of the large pool, ordered by size and then by address.
 
     Attributes:
-        page_bytes: of a segment for requests that get none of their own, and by which an expandable one grows.
+        page_bytes: size of a segment that several requests share, and the step by which an expandable segment grows.
         last: the block at the end of an expandable segment.
         end: its end; segments that do not grow lie behind each other.
     """

@@ -1,4 +1,4 @@
-"""What becomes of a job that raised: its outcome says whether memory, the device, the user's code or autotune's own is the cause."""
+"""What becomes of a job that raised: its outcome says whether memory, the device, the user's code or autotune itself is the cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def outcome_of_failure(error: BaseException, device: Device | None, stage: str, 
     """The outcome of a job that raised.
 
     Args:
-        device: None where the device could not be entered; if memory was short for that, others hold it.
+        device: None where the device could not be entered; memory that was short then is held by others.
     """
     from autotune.devices.torch_errors import attempted_bytes, is_out_of_memory
     from autotune.probe.measure import NonFiniteError, TooFewSamplesError
@@ -47,7 +47,7 @@ def outcome_of_failure(error: BaseException, device: Device | None, stage: str, 
 def failure(
     error: BaseException, stage: str, train_s: float, *, kind: Kind | None = None, peak_bytes: int = 0
 ) -> Outcome:
-    """The outcome of an exception by itself, whose frames are cleared: what they held is free.
+    """The outcome of an exception alone. Its frames are cleared, which frees what they held.
 
     Args:
         kind: where more is known than the exception says.
