@@ -111,7 +111,7 @@ FAULTS = {
         settings={"kernel_error": "700:300:elementwise"},
         kinds=frozenset({"crashed", "error", "unsupported"}),
         exit_code=1,
-        says="an illegal memory access was encountered",
+        says="CUDA error: ",  # an illegal access, or that of the library that was called next
     ),
     "host memory that cannot be page-locked": Fault(
         stage=lambda played: played.limit_pinned_bytes(0),
