@@ -20,13 +20,10 @@ from autotune.units import GIB, MIB, format_bytes, plural
 
 # this much of the host's free memory is left for all others and for the kernel, which kills where nothing is left
 _RESERVE_BYTES = GIB
+THREAD_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")  # the first that is set says how many threads torch takes
 _LEAST_SHARE = 0.5  # where little is free, a process may still take this share of it
 # how near its limit a process must be to blame memory for oneDNN's failures: these were seen up to 9 MiB below the limit in
 # convolutions and linear layers (small buffers), and 46 MiB below a limit of 280 MiB in an LSTM (a workspace)
-THREAD_VARIABLES = (
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-)  # which say how many threads torch takes, the first one that is set
 _AT_LIMIT_BYTES, _AT_LIMIT_SHARE = 64 * MIB, 0.2
 
 

@@ -62,9 +62,8 @@ class AtOnce:
         if self._is_settled:
             return ""
         if outcome.measurement is None:
-            self._is_settled = bool(
-                self._alone
-            )  # it ran alone, and another failure would tell no more; else a smaller one may run
+            # where it ran alone, another failure would tell no more; else a smaller one may run
+            self._is_settled = bool(self._alone)
             return ""
         log = math.log(outcome.measurement.samples_per_s)
         (self._beside if outcome.beside else self._alone).append(log)

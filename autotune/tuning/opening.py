@@ -207,19 +207,16 @@ def _slots_for(options: SearchOptions, runner: Runner | None) -> Slots | None:
         ConfigError: an option says what the runner, or another option, says otherwise.
         DeviceError: there are no such slots.
     """
-    if runner is not None and options.device != "auto":
-        raise ConfigError(f"device {options.device} cannot be chosen: the runner has its own; leave the option out")
-    if runner is not None and options.devices != ONE_DEVICE:
-        raise ConfigError(f"devices {options.devices} cannot be chosen: the runner has its own; leave the option out")
-    if options.slots != ONE_SLOT and (runner is not None or options.devices != ONE_DEVICE):
-        why = (
-            "the runner has its own; leave the option out"
-            if runner is not None
-            else f"each slot is one device, and --devices {options.devices} trains with several; leave one of them out"
-        )
-        raise ConfigError(f"slots {options.slots} cannot be chosen: {why}")
+    for name, usual in (("device", "auto"), ("devices", ONE_DEVICE), ("slots", ONE_SLOT)):
+        if runner is not None and (asked := getattr(options, name)) != usual:
+            raise ConfigError(f"{name} {asked} cannot be chosen: the runner has its own; leave the option out")
     if options.slots == ONE_SLOT:
         return None
+    if options.devices != ONE_DEVICE:
+        raise ConfigError(
+            f"slots {options.slots} cannot be chosen: each slot is one device, and --devices {options.devices} trains with several; "
+            "leave one of them out"
+        )
     return find_slots(options.slots, options.device, memory_limit_bytes=options.memory_limit_bytes)
 
 
