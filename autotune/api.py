@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.devices import capabilities_of, name_devices, open_device
+from autotune.devices.calibration import holds_for
 from autotune.devices.cuda import CudaDevice
 from autotune.devices.targets import card_of, target_of
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, StudyError
 from autotune.prediction.traces import Traces
 from autotune.records.capacity import MemoryPrediction
 from autotune.records.config import Choice, Config, ProbeSettings, World
@@ -34,6 +35,7 @@ from autotune.records.options import (
     takes,
 )
 from autotune.records.outcome import Outcome
+from autotune.records.recheck import Recheck
 from autotune.records.result import Result
 from autotune.records.scaling import OnDevices, Scaling
 from autotune.report.live import listeners_of
@@ -44,15 +46,19 @@ from autotune.runners.portable import PortableRunner
 from autotune.runners.runner import Runner
 from autotune.runners.table import Table
 from autotune.space import build_space
-from autotune.study.caches import TraceCache
+from autotune.study.caches import RecheckCache, TraceCache
 from autotune.study.place import place_of
+from autotune.study.reading import Study, storage_url
+from autotune.study.store import keep_recheck
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning import sweep as sweeping
 from autotune.tuning.dissect import dissect
+from autotune.tuning.entrant import samples_per_s
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
+from autotune.tuning.later import recheck_answer
 from autotune.tuning.predict import predict_fit
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search as run_search
@@ -210,7 +216,7 @@ def probe(
         AutotuneError: as `search` does; a `ConfigError` for a technique that does not apply. What happens in the run
             itself is in the outcome.
     """
-    return _run_one(task, config, ProbeOptions.of(options, total_bytes=_total_bytes), 0, logs, on_warning)
+    return _run_each(task, [config], ProbeOptions.of(options, total_bytes=_total_bytes), 0, logs, on_warning)[0][0]
 
 
 @takes(VerifyOptions)
@@ -232,18 +238,63 @@ def verify(
         AutotuneError: as `probe` does.
     """
     asked = VerifyOptions.of(options, total_bytes=_total_bytes)
-    return _run_one(task, config, asked, asked.num_steps, logs, on_warning)
+    return _run_each(task, [config], asked, asked.num_steps, logs, on_warning)[0][0]
 
 
-def _run_one(
+@takes(VerifyOptions)
+def verify_answer(
     task: Task | str | Path,
-    config: Mapping[str, Choice],
+    study: Study,
+    *,
+    logs: Path = LOGS,
+    on_warning: Callable[[str], None] = lambda warning: None,
+    **options: Any,
+) -> tuple[Outcome, Recheck | None]:
+    """Run a study's answer as `verify` does, and where it told a gain, the baseline beside it: each twice, in turns.
+
+    What is seen of the gain is kept in the study, and for the next searches on this machine (`autotune.tuning.later`).
+
+    Args:
+        task, logs, on_warning: as in `probe`.
+        study: as `load_study` reads it; one with an answer that is no command line.
+        **options
+
+    Returns:
+        The answer's outcome, of its runs the one that failed or else the fastest; and what was seen of the gain, None where
+        there is none or something failed.
+
+    Raises:
+        AutotuneError: as `probe` does; a `StudyError` where there is no answer.
+    """
+    answer = study.answer()
+    asked = VerifyOptions.of(options, total_bytes=_total_bytes)
+    base = answer.baseline.config if answer.baseline is not None and answer.speedup_ci is not None else None
+    turns = [answer.config] if base is None else [answer.config, base, base, answer.config]
+    outcomes, device = _run_each(task, turns, asked, asked.num_steps, logs, on_warning)
+    own, beside = outcomes[::3], outcomes[1:3]
+    seen = recheck_answer(answer, own, beside)
+    if seen is not None:
+        try:
+            keep_recheck(storage_url(study.storage), study.name, seen)
+        except StudyError as error:
+            on_warning(f"what was seen of the gain is not kept in the study: {error}")
+        if device is not None:
+            RecheckCache(study.file.parent if study.file else logs, holds_for(device)).add(seen)
+    failed = next((outcome for outcome in own if not outcome.ok), None)
+    return failed or max(own, key=samples_per_s), seen
+
+
+def _run_each(
+    task: Task | str | Path,
+    configs: Sequence[Mapping[str, Choice]],
     options: ProbeOptions | VerifyOptions,
     num_steps: int,
     logs: Path,
     on_warning: Callable[[str], None],
-) -> Outcome:
-    find_techniques().complete(config)  # refuses a typo before anything takes seconds
+) -> tuple[list[Outcome], DeviceInfo | None]:
+    """Run configs one after the other. The device is None where the task could not be inspected."""
+    for config in configs:
+        find_techniques().complete(config)  # refuses a typo before anything takes seconds
     source = TaskSource.of(task).with_global_batch(options.global_batch)
     place = logs / source.name
     local = LocalRunner(
@@ -262,19 +313,22 @@ def _run_one(
             timeout_s=options.timeout_s,
             world=runner.world,
         )
-        complete = _complete(config, runner)
+        complete = [_complete(config, runner) for config in configs]
         job = InspectJob(
             memory_limit_bytes=settings.memory_limit_bytes,
             timeout_s=settings.timeout_s,
-            trained=runner.techniques.trained(complete),
+            trained=runner.techniques.trained(complete[0]),
             world=runner.world,
         )
+        device = None
         with contextlib.suppress(JobFailed):  # the probe will say better why it failed
             inspection = runner.run(job)
-            _require_support(complete, inspection, runner.techniques)
+            device = inspection.device
+            for config in complete:
+                _require_support(config, inspection, runner.techniques)
             for warning in inspection.facts.warnings:
                 on_warning(warning)
-        return runner.probe(complete, settings)
+        return [runner.probe(config, settings) for config in complete], device
 
 
 def _require_support(config: Config, inspection: Inspection, techniques: Techniques) -> None:

@@ -133,12 +133,20 @@ class PlayOffOutcome(Group):
         num_rounds: number of rounds in which the answer ran beside the baseline, or the baseline beside its `rival` where it
             is the answer. None in answers of earlier versions.
         rival: the best of the others where the baseline is the answer; None where none played.
+        paired_ci: the 95 % interval of `speedup` from this search's pairs alone, which the verdict follows from; None where
+            `speedup_ci` is.
+        later_std: standard deviation of the logarithm of a gain between a search and a later run on this machine, which
+            `speedup_ci` holds as well; 0 where the search was not of this machine.
+        num_rechecks: how many rechecks of this machine's answers that follows from; 0 where it is only assumed.
     """
 
     confirmed: bool = True
     finalists: tuple[Measured | Dropped, ...] = ()
     num_rounds: int | None = None
     rival: Rival | None = None
+    paired_ci: tuple[float, float] | None = None
+    later_std: float = 0.0
+    num_rechecks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +214,10 @@ class Result(Record):
     Attributes:
         samples_per_s: throughput, within the range that the config's undisturbed processes measured.
         baseline: None when it does not run within the limit.
-        speedup: throughput over the baseline's, as both are shown; None without a baseline. `speedup_ci`: its 95 % interval, from
-            paired fresh processes; None also where the answer is the baseline, and then the play-off's `rival` tells of the others.
-        verdict: `faster` or `slower` than the baseline where all of `speedup_ci` says so, `same` where all of it is close to 1 or
+        speedup: throughput over the baseline's, as both are shown; None without a baseline. `speedup_ci`: the 95 % interval of what
+            a later run will see, from paired fresh processes and what later runs on this machine differed by; None also where the
+            answer is the baseline, and then the play-off's `rival` tells of the others.
+        verdict: `faster` or `slower` than the baseline where all of `paired_ci` says so, `same` where all of it is close to 1 or
             nothing beats the baseline; `faster` where the baseline does not run. `undecided` where the evidence is too thin,
             and for every answer that changes something and is not confirmed.
         undecided: what is open and what would decide it; empty for other verdicts.

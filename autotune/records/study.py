@@ -17,6 +17,7 @@ from autotune.records.formats import Record
 from autotune.records.inspection import ModelSignature
 from autotune.records.measured import Evaluated
 from autotune.records.outcome import Outcome
+from autotune.records.recheck import Recheck
 from autotune.records.result import Result
 
 BASELINE, SEARCH, ABLATION, PLAY_OFF = "baseline", "search", "ablation", "play-off"
@@ -230,6 +231,7 @@ class StudyFacts(SearchFacts):
         checks: every comparison that finished.
         evaluated: techniques, as text -> every process that evaluated with them.
         neighbours: how probes that ran at once disturbed each other; None where there was one slot.
+        rechecks: what later runs of the answers saw.
     """
 
     format: int = 1
@@ -242,6 +244,7 @@ class StudyFacts(SearchFacts):
     evaluated: dict[str, tuple[Evaluated, ...]] = field(default_factory=dict)
     traces: Traced | None = None
     neighbours: Neighbours | None = None
+    rechecks: tuple[Recheck, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,8 +252,20 @@ def _play_off(result: Result, techniques: Techniques) -> Section:
     compared = table(("", ">samples/s", ">step", ">peak", ">runs", "config"), rows)
     noisy = any(measured_rate(measured).endswith(NOISY) for _, measured in shown if measured.num_processes)
     wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []
+    later = [Paragraph(Span(_later(result), Tone.NOTE))] if result.play_off.later_std and result.speedup_ci else []
     note = "fresh processes in turn; 95% intervals" if confirmed else "95% intervals"
-    return Section("Play-off" if confirmed else "Measured", (compared, *wide, Paragraph(peak)), note)
+    return Section("Play-off" if confirmed else "Measured", (compared, *wide, *later, Paragraph(peak)), note)
+
+
+def _later(result: Result) -> str:
+    """How the speed-up's interval allows for a run on another day."""
+    number = result.play_off.num_rechecks
+    known = (
+        f"as {plural(number, 'later run')} of answers on this machine did"
+        if number
+        else f"which is assumed until `autotune verify {result.subject.model or 'MODEL'} --against STUDY` has measured it here"
+    )
+    return f"The speed-up's interval allows for a later run that differs by {result.play_off.later_std:.1%}, {known}."
 
 
 def _compiling(compiling: Compiling, train_samples: float | None) -> Iterator[Section]:

@@ -1,4 +1,4 @@
-"""What searches in one folder share: traces of tasks and calibrations of devices, in files beside the studies.
+"""What searches in one folder share: traces of tasks, calibrations of devices and rechecks of answers, in files beside the studies.
 
 A file that is broken or of another format is replaced. Where the folder cannot be written, the next search traces and measures
 again.
@@ -23,11 +23,13 @@ from autotune.prediction.traces import Traces
 from autotune.records.config import ALONE, Choice, World
 from autotune.records.device import Calibration
 from autotune.records.inspection import TaskFacts
+from autotune.records.recheck import Recheck, Rechecks
 from autotune.version import __version__
 
-T = TypeVar("T", Calibration, Traces)
+T = TypeVar("T", Calibration, Rechecks, Traces)
 
-CALIBRATIONS, TRACES = ".calibration", ".traces"  # folders beside the studies' databases
+CALIBRATIONS, RECHECKS, TRACES = ".calibration", ".rechecks", ".traces"  # folders beside the studies' databases
+KEPT_RECHECKS = 100  # the newest: a machine changes
 KEPT_FILES, KEPT_BYTES = 100, 64 * 2**20  # traces of all tasks: the oldest go
 
 
@@ -67,6 +69,24 @@ class CalibrationCache(_Cache[Calibration]):
 
     def __init__(self, folder: Path, of: Mapping[str, str]) -> None:
         super().__init__(folder / CALIBRATIONS / f"{_key(dict(of))}.json")
+
+
+class RecheckCache(_Cache[Rechecks]):
+    """The rechecks of answers on the device and in the circumstances `of`, as for `CalibrationCache`.
+
+    Args:
+        folder: the folder of the studies.
+    """
+
+    kind = Rechecks
+
+    def __init__(self, folder: Path, of: Mapping[str, str]) -> None:
+        super().__init__(folder / RECHECKS / f"{_key(dict(of))}.json")
+
+    def add(self, recheck: Recheck) -> None:
+        """Keep one more."""
+        known = self.read() or Rechecks()
+        self.write(Rechecks(rechecks=(*known.rechecks, recheck)[-KEPT_RECHECKS:]))
 
 
 class TraceCache(_Cache[Traces]):

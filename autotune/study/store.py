@@ -26,6 +26,7 @@ from autotune.records.config import Config
 from autotune.records.formats import require_readable
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
+from autotune.records.recheck import Recheck
 from autotune.records.study import (
     PLAY_OFF,
     BegunTrial,
@@ -302,6 +303,21 @@ def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:
     """
     require_readable(f"the study {study}", attributes.get("format", 1), FORMAT)
     return StudyFacts.from_dict(attributes)
+
+
+def keep_recheck(url: str, study: str, recheck: Recheck) -> None:
+    """Add what a later run of the answer saw to what a study keeps. It may be written while a search writes.
+
+    Args:
+        url: the storage's.
+
+    Raises:
+        StudyError: the storage cannot be written.
+    """
+    with opening_errors(url, "written", "a database that this user may write to"):
+        kept = optuna.load_study(study_name=study, storage=connect(url))
+        known = facts_of(study, kept.user_attrs).rechecks
+        kept.set_user_attr("rechecks", [one.to_dict() for one in (*known, recheck)])
 
 
 def stored_facts(place: Place) -> StudyFacts | None:

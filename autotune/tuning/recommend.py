@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from autotune.devices.calibration import holds_for
 from autotune.errors import AutotuneError
 from autotune.prediction.time import Roofline
 from autotune.records.config import Config
@@ -17,6 +18,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.result import Compiling, Cost, Goal, PlayOffOutcome, Reasons, Result, Subject
 from autotune.records.scaling import Scaling
 from autotune.records.study import Trial
+from autotune.study.caches import RecheckCache
 from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
 from autotune.study.history import History
@@ -27,6 +29,7 @@ from autotune.tuning.clearance import Clearance
 from autotune.tuning.entrant import Ratio, Standing
 from autotune.tuning.evidence import Evidence, Searched
 from autotune.tuning.find_eval_batch import evaluation_of
+from autotune.tuning.later import later_std, widen
 from autotune.tuning.playoff import MIN_ROUNDS
 from autotune.tuning.state import Search
 from autotune.tuning.why import effects
@@ -86,6 +89,9 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         return None
     baseline, speedup = _baseline(search, standing, measured, outcomes)
     is_baseline = answer == history.space.baseline
+    later, num_rechecks = _later(search)
+    gain = None if is_baseline or speedup is None else speedup
+    told = gain and widen(gain, later)
     verdict, undecided = verdict_of(search, standing if confirmed is not None else None, speedup, kept=is_baseline)
     found = clearance.of_answer(answer)
     unchecked = "" if clearance.is_cleared(answer) else UNCHECKED
@@ -109,7 +115,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         goal=_goal(search),
         baseline=baseline,
         speedup=1.0 if is_baseline else speedup[0] if speedup else None,
-        speedup_ci=None if is_baseline or not speedup else (speedup[1], speedup[2]),
+        speedup_ci=told and told[1:],
         verdict=verdict,
         undecided=undecided,
         play_off=PlayOffOutcome(
@@ -117,6 +123,9 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
             finalists=_finalists(standing),
             num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
             rival=_rival(standing) if is_baseline else None,
+            paired_ci=gain and gain[1:],
+            later_std=later,
+            num_rechecks=num_rechecks,
         ),
         front=front_of(why.figures(history.trials, ran_through).values()),
         reasons=_reasons(search, answer, measured),
@@ -220,6 +229,18 @@ def _finalists(standing: Standing | None) -> tuple[Measured, ...]:
     if standing is None:
         return ()
     return tuple(entrant.finalist(standing.figures) for entrant in standing.entrants if entrant.outcomes)
+
+
+def _later(search: Search) -> tuple[float, int]:
+    """How much a gain differs between a search and a later run here, as `later_std` says, and the number of rechecks behind it.
+
+    A recorded table and a closed form are the same at any time.
+    """
+    if not search.runner.keeps_traces:
+        return 0.0, 0
+    kept = RecheckCache(search.store.place.folder, holds_for(search.inspection.device)).read()
+    rechecks = kept.rechecks if kept is not None else ()
+    return later_std(rechecks), len(rechecks)
 
 
 def _ran_through(standing: Standing | None) -> Iterable[Measured]:

@@ -1,0 +1,79 @@
+"""How far a gain that is seen in a later run lies from the gain that a search told.
+
+The pairs of a play-off say how much equal processes differ within one search. They cannot say how much the machine differs between
+the search and the hour after it. That is learned from `Recheck`s, each of which holds a gain that was told and the same gain seen
+later. The variance between occasions follows by the method of moments from what the two noises leave unexplained (DerSimonian and
+Laird, Meta-analysis in clinical trials, Controlled Clinical Trials 7, 1986), beside a prior that weighs as much as `PRIOR_DF` rechecks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from statistics import fmean, variance
+
+from autotune.records.measured import NORMAL_95
+from autotune.records.outcome import Outcome
+from autotune.records.recheck import Recheck
+from autotune.records.result import Result
+from autotune.study.figures import undisturbed
+from autotune.tuning.entrant import Ratio, samples_per_s
+
+PRIOR_STD = 0.03  # of the logarithm of a gain between two occasions, before any recheck on this machine
+PRIOR_DF = 4.0  # rechecks that the prior weighs as much as
+LEAST_STD = 0.005  # no machine is trusted to repeat a gain more closely
+ALONE_STD = 0.02  # between equal processes, where a recheck has one of each
+
+
+def later_std(rechecks: Sequence[Recheck]) -> float:
+    """The standard deviation of the logarithm of a gain between a search and a later run."""
+    unexplained = sum(_difference(recheck) ** 2 - _noise(recheck) for recheck in rechecks)
+    found = (PRIOR_DF * PRIOR_STD**2 + unexplained) / (PRIOR_DF + len(rechecks))
+    return max(LEAST_STD, math.sqrt(max(0.0, found)))
+
+
+def widen(gain: Ratio, std: float) -> Ratio:
+    """A gain with the interval that a later run will be in: that of the pairs, and the difference between occasions beside it."""
+    told, low, high = gain
+    below, above = (math.hypot(math.log(edge / told), NORMAL_95 * std) for edge in (low, high))
+    return told, told * math.exp(-below), told * math.exp(above)
+
+
+def recheck_answer(answer: Result, ran: Sequence[Outcome], beside: Sequence[Outcome]) -> Recheck | None:
+    """What later processes of an answer saw of its gain; None where there is no gain to see again, or one of them failed.
+
+    Args:
+        ran, beside: the processes of the answer and of the baseline, in turns. Disturbed ones do not count.
+    """
+    if not all(outcome.ok for outcome in (*ran, *beside)):
+        return None
+    logs, base_logs = ([math.log(samples_per_s(outcome)) for outcome in undisturbed(runs)] for runs in (ran, beside))
+    told_ci = answer.play_off.paired_ci or answer.speedup_ci
+    if not logs or not base_logs or answer.speedup is None or told_ci is None:
+        return None
+    return Recheck(
+        checked_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        told_speedup=answer.speedup,
+        told_speedup_ci=told_ci,
+        speedup=math.exp(fmean(logs) - fmean(base_logs)),
+        speedup_std=math.hypot(*(_std_of_mean(found) for found in (logs, base_logs))),
+        samples_per_s=math.exp(fmean(logs)),
+        told_samples_per_s=answer.samples_per_s,
+    )
+
+
+def _std_of_mean(logs: Sequence[float]) -> float:
+    spread = math.sqrt(variance(logs)) if len(logs) > 1 else ALONE_STD
+    return spread / math.sqrt(len(logs))
+
+
+def _difference(recheck: Recheck) -> float:
+    return math.log(recheck.speedup / recheck.told_speedup)
+
+
+def _noise(recheck: Recheck) -> float:
+    """The variance of a difference that the two measurements explain by themselves."""
+    low, high = recheck.told_speedup_ci
+    told_std = math.log(high / low) / 2 / NORMAL_95
+    return float(told_std**2 + recheck.speedup_std**2)

@@ -1,0 +1,56 @@
+"""What later runs of answers taught about how far a gain is repeated, and the interval that follows from it."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from autotune.records.measured import NORMAL_95
+from autotune.records.recheck import Recheck
+from autotune.tuning.later import LEAST_STD, PRIOR_STD, later_std, widen
+
+EXACT = (1.999, 2.001)
+
+
+def recheck(seen: float, told: float = 2.0, ci: tuple[float, float] = EXACT, std: float = 0.001) -> Recheck:
+    return Recheck(
+        checked_at="2030-01-01T00:00:00+00:00",
+        told_speedup=told,
+        told_speedup_ci=ci,
+        speedup=seen,
+        speedup_std=std,
+        samples_per_s=1.0,
+        told_samples_per_s=1.0,
+    )
+
+
+def test_before_any_recheck_a_difference_between_occasions_is_assumed() -> None:
+    assert later_std([]) == pytest.approx(PRIOR_STD)
+
+
+@pytest.mark.parametrize("std", [0.01, 0.05, 0.15])
+def test_many_rechecks_teach_how_far_this_machine_repeats_a_gain(std: float) -> None:
+    draw = random.Random(0)
+    seen = [recheck(2.0 * math.exp(draw.gauss(0.0, std))) for _ in range(200)]
+    assert later_std(seen) == pytest.approx(std, rel=0.2)
+
+
+def test_what_the_two_measurements_own_noise_explains_is_not_taken_for_a_difference_between_occasions() -> None:
+    draw, noise = random.Random(0), 0.1
+    ci = (2.0 * math.exp(-NORMAL_95 * noise), 2.0 * math.exp(NORMAL_95 * noise))
+    seen = [recheck(2.0 * math.exp(draw.gauss(0.0, math.hypot(noise, noise))), ci=ci, std=noise) for _ in range(300)]
+    assert later_std(seen) < 0.05
+
+
+def test_no_machine_is_trusted_to_repeat_a_gain_exactly() -> None:
+    assert later_std([recheck(2.0) for _ in range(1000)]) == pytest.approx(LEAST_STD)
+
+
+def test_the_interval_holds_the_pairs_spread_and_the_difference_between_occasions() -> None:
+    told, low, high = widen((2.0, 1.9, 2.2), 0.05)
+    assert told == 2.0
+    assert math.log(2.0 / low) == pytest.approx(math.hypot(math.log(2.0 / 1.9), NORMAL_95 * 0.05))
+    assert math.log(high / 2.0) == pytest.approx(math.hypot(math.log(2.2 / 2.0), NORMAL_95 * 0.05))
+    assert widen((2.0, 1.9, 2.2), 0.0) == pytest.approx((2.0, 1.9, 2.2))
