@@ -1,0 +1,165 @@
+"""Whether the gain that a search tells is the gain that a user then sees, live: run by `make bench-told`.
+
+For each of twelve tasks: a search of 60 s, then `autotune verify --against` several times, which runs the answer and the baseline in
+turns in fresh processes, for two minutes in all. On one thread, alone on the machine. Prints a Markdown table, how many intervals hold
+what was seen, the bias, and the share of gains that were told more than 5 % too high; with `--write` it goes into `studies/README.md`.
+
+The tasks of `unseen` and the variants set no constant of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+from autotune.records.recheck import Recheck
+from autotune.report.figures import times
+from tests.benchmarks.searches import write
+
+ROOT = Path(__file__).parent.parent.parent
+BUDGET = "60s"
+CHECKED = 4  # `verify --against` of each answer: four processes each
+RUN_S = 8.0  # that each process is to train for
+TOO_HIGH = 1.05
+
+HOW = f"""\
+A search of {BUDGET} on one thread, then the answer and the baseline {2 * CHECKED} times each in turns, in fresh processes of about \
+{RUN_S:.0f} s. Told: the speed-up and its 95 % interval, as the search printed them. Seen: the geometric mean of the later runs."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task at a size."""
+
+    name: str
+    model: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+CASES = (
+    *(
+        Case(name, f"tests/benchmarks/unseen/{name}/model.py")
+        for name in ("cell_vae", "click_cross", "demand_lstm", "scan_unet", "speech_ctc", "tile_resnet")
+    ),
+    *(Case(name, f"studies/{name}/model.py") for name in ("gpt", "digits", "tagger")),
+    Case("gpt, vocabulary of 8192", "studies/gpt/model.py", {"GPT_VOCABULARY": "8192"}),
+    Case("digits, narrow", "studies/digits/model.py", {"DIGITS_WIDTH": "8"}),
+    Case("tagger, narrow", "studies/tagger/model.py", {"TAGGER_WIDTH": "32"}),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a search told of a gain, and what was then seen of it."""
+
+    name: str
+    told: float
+    low: float
+    high: float
+    seen: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:
+        """The gain as it was seen: the geometric mean."""
+        return math.exp(fmean(map(math.log, self.seen)))
+
+    @property
+    def held(self) -> bool:
+        """Whether the interval that was told holds what was seen."""
+        return self.low <= self.gain <= self.high
+
+
+def ask(case: Case, *arguments: str) -> dict[str, object]:
+    """What a command prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", *arguments, "--json"],
+        env={**os.environ, **case.environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if not done.stdout:
+        raise SystemExit(f"{case.name}: {done.stderr}")
+    return dict(json.loads(done.stdout))
+
+
+def tell_and_see(case: Case, folder: Path) -> Told | str:
+    """Search, then run the answer and the baseline again; the reason where there is no gain to see again."""
+    study, model = folder / f"{case.name}.db", str(ROOT / case.model)
+    answer = ask(case, "search", model, "--device", "cpu", "--budget", BUDGET, "--storage", str(study), "--quiet")
+    if not answer.get("speedup_ci"):
+        return str(answer.get("error") or answer["verdict"])
+    global_batch = answer["config"]["batch_size"] * answer["config"]["accumulation_steps"]  # type: ignore[index]
+    steps = max(10, round(RUN_S * float(answer["samples_per_s"]) / global_batch))  # type: ignore[arg-type]
+    seen = []
+    for _ in range(CHECKED):
+        found = ask(case, "verify", model, "--against", str(study), "--steps", str(steps), "--max-regression", "90%")
+        if "recheck" in found:
+            seen.append(Recheck.from_dict(found["recheck"]).speedup)  # type: ignore[arg-type]
+    if not seen:
+        return "other work disturbed every later run"
+    low, high = answer["speedup_ci"]  # type: ignore[misc]
+    return Told(name=case.name, told=float(answer["speedup"]), low=low, high=high, seen=tuple(seen))  # type: ignore[arg-type]
+
+
+def table(found: Sequence[Told], without: Mapping[str, str]) -> Iterator[str]:
+    """The table and the figures below it."""
+    yield from (HOW, "", "| task | told | interval | seen | seen / told | held |", "|---|---|---|---|---|---|")
+    for one in found:
+        held = "yes" if one.held else "no"
+        interval = f"{one.low:.2f} to {one.high:.2f}"
+        yield f"| {one.name} | {times(one.told)} | {interval} | {times(one.gain)} | {one.gain / one.told:.3f} | {held} |"
+    for name, why in without.items():
+        yield f"| {name} | - | - | - | {why} | - |"
+    if not found:
+        return
+    ratios = [one.told / one.gain for one in found]
+    held_by = sum(one.held for one in found)
+    yield ""
+    yield (
+        f"Held: {held_by} of {len(found)}. Bias (median of told / seen): {median(ratios) - 1:+.1%}. "
+        f"Told more than {TOO_HIGH - 1:.0%} too high: {sum(ratio > TOO_HIGH for ratio in ratios)}; the highest {max(ratios) - 1:+.1%}."
+    )
+
+
+def run(cases: Iterable[Case], folder: Path) -> tuple[list[Told], dict[str, str]]:
+    """Every case in turn."""
+    found, without = [], {}
+    for case in cases:
+        told = tell_and_see(case, folder)
+        if isinstance(told, Told):
+            found.append(told)
+            print(
+                f"{case.name}: told {told.told:.3f} ({told.low:.3f} to {told.high:.3f}), seen {told.seen}",
+                file=sys.stderr,
+            )
+        else:
+            without[case.name] = told
+            print(f"{case.name}: {told}", file=sys.stderr)
+    return found, without
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES], help="names of tasks")
+    parser.add_argument("--write", action="store_true", help="write the table into studies/README.md")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        lines = list(table(*run([case for case in CASES if case.name in options.cases], Path(folder))))
+    print("\n".join(lines))
+    if options.write:
+        write("told", lines)
+
+
+if __name__ == "__main__":
+    main()
