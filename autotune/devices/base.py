@@ -48,6 +48,7 @@ class Capabilities:
         own_processors: it computes on its own processors, with other kernels, while the host's are free for other work.
         chosen_by: the environment variable that says which devices of the type a process sees; empty where there is none.
         settles_s: seconds under load until its speed is steady: power and heat settle over seconds.
+        energy_window_s: seconds over which its energy has to be counted, because the counter moves in steps.
         tells_processes_apart: the memory of each process on it is always known, so that several can be measured at once.
         limits_whole_process: its memory limit bounds whatever the process holds, a compiler's memory included.
         own_allocator: torch keeps freed memory for the next tensor, and counts in `torch.cuda` what it holds.
@@ -68,6 +69,7 @@ class Capabilities:
     own_processors: bool = False
     chosen_by: str = ""
     settles_s: float = 0.0
+    energy_window_s: float = 0.1  # RAPL's counters move every millisecond
     tells_processes_apart: bool = True
     limits_whole_process: bool = True
     own_allocator: bool = False
@@ -96,6 +98,10 @@ class Device(Protocol):
 
     def telemetry(self) -> Telemetry:
         """Read the instruments now; empty where there are none."""
+
+    def why_no_energy(self) -> str:
+        """Why the energy that it uses cannot be read, and what would help; empty where it can."""
+        return f"nothing counts the energy of {self.name}"
 
     def is_lost(self) -> bool:
         """Whether the driver says that the device is gone: what runs on it fails, whatever that is."""
@@ -137,7 +143,7 @@ class Device(Protocol):
         """Make allocations fail from now on if they would take this process beyond `limit_bytes`."""
 
     def start_measuring(self) -> None:
-        """Reset the counters that `contention` and `memory_detail` read."""
+        """Begin anew what `contention`, `memory_detail`, `energy_j` and `own_work` count."""
 
     def synchronize(self) -> None:
         """Wait for all work queued on the device."""
@@ -179,6 +185,17 @@ class Device(Protocol):
 
     def contention(self) -> float:
         """Share of the time since `start_measuring` in which others held the processors or the GPU; 0 if unknown."""
+
+    def energy_j(self) -> dict[str, float]:
+        """Joules since `start_measuring` by counter; empty where nothing counts them. What several devices share has one name.
+
+        Ask once a minute at least: some counters begin again at zero after a few.
+        """
+        return {}
+
+    def own_work(self) -> float:
+        """Share of what was computed since `start_measuring` where these counters count that is this process's; 1 if unknown."""
+        return 1.0
 
     def slowdowns(self) -> tuple[str, ...]:
         """Why the device is now slower than it can sustain (heat, say), in words; a cap on its power does not count."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from autotune.devices import linux
+from autotune.devices import linux, rapl
 from autotune.devices.base import Capabilities, Device, Telemetry
 from autotune.devices.linux import ProcessorWatch, processors
 from autotune.errors import DeviceError
@@ -47,6 +47,7 @@ class CpuDevice(Device):
         self._workers_peak_bytes = 0
         self._oom_kills = linux.kernel_oom_kills()
         self._watch = ProcessorWatch()
+        self._energy = rapl.EnergyWatch()
 
     def info(self) -> DeviceInfo:
         """Describe the processors and the memory now."""
@@ -68,6 +69,7 @@ class CpuDevice(Device):
             free_bytes=free_bytes,
             num_threads=threads,
             torch_version=metadata.version("torch"),
+            no_energy=self.why_no_energy(),
             notes=notes,
         )
 
@@ -99,8 +101,9 @@ class CpuDevice(Device):
         self._limit_bytes = bound_private_memory(limit_bytes)
 
     def start_measuring(self) -> None:
-        """Measure contention from now on."""
+        """Measure contention and energy from now on."""
         self._watch = ProcessorWatch()
+        self._energy = rapl.EnergyWatch()
 
     def peak_bytes(self) -> int:
         """Peak of this process's private memory, plus the most that its data-loading workers were seen to hold.
@@ -143,6 +146,18 @@ class CpuDevice(Device):
     def contention(self) -> float:
         """Share of the wall time since `start_measuring` in which others held the processors this process wanted."""
         return self._watch.share(num_threads())
+
+    def why_no_energy(self) -> str:
+        """Why the processors' energy cannot be read, and what would help; empty where it can."""
+        return rapl.why_unreadable()
+
+    def energy_j(self) -> dict[str, float]:
+        """Joules of all sockets and their memory since `start_measuring`, whichever process used them."""
+        return self._energy.energy_j()
+
+    def own_work(self) -> float:
+        """Share of all processors' work since `start_measuring` that this process and its children did."""
+        return self._watch.own_work()
 
     def _is_scarce(self) -> bool:
         """Whether the process stands at its limit, or the kernel has killed a process of the group for memory."""

@@ -94,6 +94,7 @@ class CudaDevice(Instruments, Device):
         communicator_bytes=512 * MIB,  # 544 to 688 MB were seen on four A100; a first guess, which probes correct
         chosen_by="CUDA_VISIBLE_DEVICES",
         settles_s=2.0,
+        energy_window_s=2.0,
         tells_processes_apart=False,
         limits_whole_process=False,
         own_allocator=True,
@@ -116,6 +117,7 @@ class CudaDevice(Instruments, Device):
         self._oom_kills = linux.kernel_oom_kills()
         self._measured_since_us = time.time_ns() // 1000
         self._counted_before: dict[str, int] = {}
+        self._counted_before_j: dict[str, float] = {}
 
     def settle(self) -> None:
         """Wait, for two seconds at most, until the card's use is back where it was before our processes ran.
@@ -169,13 +171,14 @@ class CudaDevice(Instruments, Device):
         self._limit_bytes = limit_bytes
 
     def start_measuring(self) -> None:
-        """Count contention, allocation retries and swallowed OOMs from now on.
+        """Count contention, energy, allocation retries and swallowed OOMs from now on.
 
         The memory peak is not reset: it covers the whole run. Retries while warming up are left out, since cuDNN's search
         for the fastest algorithm runs out of memory on purpose.
         """
         self._measured_since_us = time.time_ns() // 1000
         self._counted_before = self._counts()
+        self._counted_before_j = self.counted_j()
 
     def synchronize(self) -> None:
         """Wait for all work queued on the GPU."""
@@ -244,6 +247,15 @@ class CudaDevice(Instruments, Device):
     def contention(self) -> float:
         """Share of the GPU's time that other processes took since `start_measuring`; 0 if the driver cannot tell."""
         return self.share_of_others(self._measured_since_us)
+
+    def energy_j(self) -> dict[str, float]:
+        """Joules of the GPU since `start_measuring`, whichever process used them."""
+        before_j = self._counted_before_j
+        return {name: joules - before_j[name] for name, joules in self.counted_j().items() if name in before_j}
+
+    def own_work(self) -> float:
+        """Share of the GPU's time since `start_measuring` that no other process took; 1 if the driver cannot tell."""
+        return 1 - self.contention()
 
     def is_of_host(self, error: BaseException) -> bool:
         """Whether it was for the host's memory. Failed page-locking reads like a full card, so there the card's free memory decides."""

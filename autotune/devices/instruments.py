@@ -138,6 +138,7 @@ class Instruments:
             num_multiprocessors=connection.num_multiprocessors(gpu),
             torch_version=metadata.version("torch"),
             power_limit_w=connection.power_limit_w(gpu),
+            no_energy=self.why_no_energy(),
             notes=self._notes(gpu),
         )
 
@@ -195,6 +196,26 @@ class Instruments:
         if own.isdisjoint(shares):
             return 0.0
         return min(1.0, sum(share for pid, share in shares.items() if pid not in own))
+
+    def why_no_energy(self) -> str:
+        """Why the GPU's energy cannot be read, and what would help; empty where it can."""
+        connection = nvml.connect()
+        if isinstance(connection, str):
+            return f"the energy of {self.name} cannot be read: {connection}"
+        gpu = self._gpu(connection)
+        if gpu.is_mig:
+            return (
+                f"{self.name} is a part of a GPU (MIG), whose counter is of the whole; take a whole GPU to count energy"
+            )
+        if connection.energy_j(gpu) is None:
+            return f"the driver does not count the energy of a {gpu.name}; it does for data centre GPUs from Volta on, and most others"
+        return ""
+
+    def counted_j(self) -> dict[str, float]:
+        """What the counter of the GPU's energy reads, in joules, by the GPU's UUID; empty where it cannot be read."""
+        if (found := self._found()) is None or found[1].is_mig or (joules := found[0].energy_j(found[1])) is None:
+            return {}
+        return {found[1].uuid: joules}
 
     def slowdowns(self) -> tuple[str, ...]:
         """Why the clock is now below what the GPU can sustain (heat, a weak power supply), in words."""
@@ -254,7 +275,7 @@ class Instruments:
         if (asked := self._asked()) is None:
             raise DeviceError(f"{self.name} cannot be described: {why}, and torch finds no such GPU; check nvidia-smi")
         note = f"{self.name} is known from torch alone ({why}): who else uses it, and its heat, cannot be seen"
-        return replace(asked.info, notes=(note,))
+        return replace(asked.info, notes=(note,), no_energy=f"the energy of {self.name} cannot be read: {why}")
 
     def _notes(self, gpu: nvml.Gpu) -> tuple[str, ...]:
         notes = []

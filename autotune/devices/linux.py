@@ -123,8 +123,8 @@ def memory_allowance(root: Path = ROOT) -> MemoryAllowance | None:
     limits: list[int] = []
     free: list[int] = []
     for directory, names in _directories(root, "memory", _V1_MEMORY, _V2_MEMORY):
-        bounds = [value for name in names.limits if (value := _number(directory / name)) is not None]
-        used = _number(directory / names.used)
+        bounds = [value for name in names.limits if (value := read_number(directory / name)) is not None]
+        used = read_number(directory / names.used)
         if not bounds or used is None or min(bounds) >= _UNLIMITED:
             continue
         statistics = _table(directory / "memory.stat")
@@ -214,7 +214,8 @@ def read(path: Path) -> str:
         return ""
 
 
-def _number(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
+    """The number in a file of the kernel's; None where there is none, or it cannot be read."""
     text = read(path)
     return int(text) if text.isdigit() else None
 
@@ -256,7 +257,7 @@ def cores(numbers: Iterable[int], root: Path = ROOT) -> list[tuple[int, ...]]:
     found: dict[tuple[int, int, int], list[int]] = {}
     for number in sorted(numbers):
         topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
-        socket, core = _number(topology / "physical_package_id"), _number(topology / "core_id")
+        socket, core = read_number(topology / "physical_package_id"), read_number(topology / "core_id")
         # where the kernel does not say, each processor is a core of its own
         key = nodes.get(number, 0), socket or 0, number if core is None else core
         found.setdefault(key, []).append(number)
@@ -285,6 +286,7 @@ class ProcessorWatch:
         self._waited_ns = self._thread_waits()
         self._used_s = self._processor_time()
         self._busy, self._stolen = self._ticks()
+        self._worked_before = self._worked()
 
     def share(self, num_threads: int) -> float:
         """The share of the wall time so far, 0 to 1; 0 where the kernel counts nothing.
@@ -301,6 +303,12 @@ class ProcessorWatch:
         wanted = busy - self._busy + stolen - self._stolen
         steal = (stolen - self._stolen) / wanted if wanted > 0 else 0.0
         return waited + (1 - waited) * max(0.0, steal)
+
+    def own_work(self) -> float:
+        """Share of what all processors have worked so far that this process and its children did; 1 where the kernel counts nothing."""
+        worked_s = (self._worked() - self._worked_before) / os.sysconf("SC_CLK_TCK")
+        own_s = self._processor_time() - self._used_s
+        return min(1.0, own_s / worked_s) if worked_s > 0 else 1.0
 
     def _thread_waits(self) -> dict[str, int]:
         """Nanoseconds each living thread has waited for a processor while runnable."""
@@ -329,3 +337,11 @@ class ProcessorWatch:
                 busy += user + nice + system + irq + softirq
                 stolen += steal
         return busy, stolen
+
+    def _worked(self) -> int:
+        """Clock ticks in which all processors of the machine worked."""
+        name, *fields = read(self._proc / "stat").partition("\n")[0].split() or [""]
+        if name != "cpu":
+            return 0
+        user, nice, system, _idle, _iowait, irq, softirq = (int(field) for field in fields[:7])
+        return user + nice + system + irq + softirq

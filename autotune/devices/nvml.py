@@ -168,6 +168,11 @@ class Nvml:
         """Watts that the GPU may draw; 0 if unknown."""
         return _watts(self._read("nvmlDeviceGetEnforcedPowerLimit", gpu.board)) or 0.0
 
+    def energy_j(self, gpu: Gpu) -> float | None:
+        """Joules that the whole GPU has used since the driver was loaded; None where it does not count. It moves every 20 to 100 ms."""
+        millijoules = self._read("nvmlDeviceGetTotalEnergyConsumption", gpu.board)
+        return None if millijoules is None else millijoules / 1000
+
     def used_by_process(self, gpu: Gpu) -> dict[int, int | None]:
         """Process number -> bytes that the driver books on it, for each process that computes on the GPU.
 

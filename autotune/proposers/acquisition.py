@@ -60,6 +60,8 @@ class Acquisition:
     """Ranks the configs of a space, given the models fitted to the probes so far. It does not use Optuna.
 
     Args:
+        time: of seconds a sample.
+        pace: of what the merit rests on beside memory, where that is not `time`: of joules a sample, say.
         seed: for the configs from which a large space is climbed; the same probes and seed give the same proposal.
         setup_s: seconds that a config takes before its first step, where others take none.
         probe_s: seconds that a probe takes besides.
@@ -74,13 +76,14 @@ class Acquisition:
         probes: Probes,
         seed: int = 0,
         *,
+        pace: TimeModel | None = None,
         setup_s: Callable[[Config], float] = lambda config: 0.0,
         probe_s: float = 1.0,
     ) -> None:
         self.space = space
         self.objective = objective
-        self.time = time
-        self.leave_one_out = time.leave_one_out()
+        self.time, self.pace = time, pace or time
+        self.leave_one_out = self.pace.leave_one_out()
         self.memory = memory
         self.seen = dict(probes)
         self.shortages = sum(outcome.kind is Kind.OOM and not outcome.crowded for outcome in self.seen.values())
@@ -91,16 +94,16 @@ class Acquisition:
 
     def ranked(self) -> list[Config]:
         """The feasible configs that were probed, best expected merit first: the best of noisy figures is often a lucky one."""
-        merit, speed, weight = self.objective.merit, self.objective.speed, self.speed_weight
-        beside_speed = {  # the part of the log merit that is not speed, as measured; the speed is the model's
-            config: math.log(merit(outcome)) - weight * math.log(speed(outcome.measurement))
+        merit, pace, weight = self.objective.merit, self.objective.pace, self.speed_weight
+        beside_pace = {  # the part of the log merit that is not pace, as measured; the pace is the model's
+            config: math.log(merit(outcome)) - weight * math.log(pace(outcome.measurement))
             for config, outcome in self.seen.items()
             if outcome.measurement and self.objective.feasible(outcome) and self.space.answers(config)
         }
-        if not beside_speed:
+        if not beside_pace:
             return []
-        feasible = list(beside_speed)
-        merits = weight * self._over_the_training(self.time.speeds(feasible).mean, feasible) + [*beside_speed.values()]
+        feasible = list(beside_pace)
+        merits = weight * self._over_the_training(self.pace.speeds(feasible).mean, feasible) + [*beside_pace.values()]
         return [feasible[row] for row in np.argsort(-merits, kind="stable")]
 
     def next(self, admissible: Callable[[Config], bool]) -> Config | None:
@@ -176,8 +179,8 @@ class Acquisition:
         """
         weights = [1 - UNSEEN_FAULT * len(self.leave_one_out), *[UNSEEN_FAULT] * len(self.leave_one_out)]
         to_win, improvement = np.zeros(len(configs)), np.zeros(len(configs))
-        for weight, time in zip(weights, (self.time, *self.leave_one_out), strict=True):
-            gain, std = self._gain(time, configs, peaks)
+        for weight, pace in zip(weights, (self.pace, *self.leave_one_out), strict=True):
+            gain, std = self._gain(pace, configs, peaks)
             z = (gain - BETTER) / std
             to_win += weight * _normal_cdf(z)
             improvement += weight * std * (z * _normal_cdf(z) + np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))
@@ -185,17 +188,17 @@ class Acquisition:
 
     def _merit(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> Array:
         """Expected log merit, up to a constant: only the order of the configs matters."""
-        merit = self.speed_weight * self._over_the_training(self.time.speeds(configs).mean, configs)
+        merit = self.speed_weight * self._over_the_training(self.pace.speeds(configs).mean, configs)
         return np.asarray(merit - self.memory_weight * np.log([peak.peak_bytes if peak else 1 for peak in peaks]))
 
     def _gain(
-        self, time: TimeModel, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]
+        self, pace: TimeModel, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]
     ) -> tuple[Array, Array]:
         """Log merit over the best's: mean and standard deviation. Common terms cancel."""
         assert self.best is not None
         measured = self.seen[self.best].measurement
         assert measured is not None
-        speeds = time.speeds([*configs, self.best])
+        speeds = pace.speeds([*configs, self.best])
         shared = speeds.covariance_with(len(configs))
         logs = self._over_the_training(speeds.mean, [*configs, self.best])
         gain = self.speed_weight * (logs - logs[-1])
@@ -243,7 +246,7 @@ class Acquisition:
 
     def is_idle(self, config: Config, name: str) -> bool:
         """Whether a technique acts on next to nothing of a config's cost, so that no choice of it can make a difference."""
-        return not self.memory_weight and self.time.reach(config, name) <= TRIFLE
+        return not self.memory_weight and self.pace.reach(config, name) <= TRIFLE
 
     def believed(self, running: Sequence[Config]) -> list[tuple[Config, Outcome]]:
         """What probes that have not ended are believed to find: what is predicted. None of one that is not likely to fit and to run."""
@@ -252,11 +255,16 @@ class Acquisition:
         measured = self.seen[self.best].measurement
         assert measured is not None
         found = self.posterior(running)
-        speeds = [estimate.samples_per_s for estimate in self.time.estimate(running)]
+        speeds, paces = ([one.samples_per_s for one in model.estimate(running)] for model in (self.time, self.pace))
         likely = found.to_fit * self._chance_to_run(running) >= LIKELY
         return [
-            (config, Outcome(kind=Kind.OK, measurement=_as_measured(config, speed, peak, measured)))
-            for config, speed, peak, is_likely in zip(running, speeds, found.peaks, likely, strict=True)
+            (
+                config,
+                Outcome(
+                    kind=Kind.OK, measurement=self.objective.at_pace(_as_measured(config, speed, peak, measured), pace)
+                ),
+            )
+            for config, speed, pace, peak, is_likely in zip(running, speeds, paces, found.peaks, likely, strict=True)
             if is_likely
         ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import TypeVar
 
@@ -14,6 +16,8 @@ from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import StartingDesign
 from autotune.records.config import Config
 from autotune.records.device import NOT_MEASURED, Calibration
+from autotune.records.objective import Objective
+from autotune.records.outcome import Outcome
 from autotune.records.study import Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
@@ -115,6 +119,9 @@ class CostModel:
         """The acquisition whose model of time is fitted to probes."""
         peaks = self._peaks()
         lengths = peaks.lengths if peaks is not None else None
+        pace = None
+        if history.objective.observed:  # rates of the device tell seconds, and nothing of this
+            pace = TimeModel(history.space, _paces(probes, history.objective), lengths)
         return Acquisition(
             history.space,
             history.objective,
@@ -122,6 +129,28 @@ class CostModel:
             memory_model,
             probes,
             self._seed,
+            pace=pace,
             setup_s=history.setup_s,
             probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
         )
+
+
+def _paces(probes: Probes, objective: Objective) -> Probes:
+    """The probes with their pace in place of their speed, for a cost model of that: joules a sample in place of seconds, say.
+
+    A phase's share of it is taken to be its share of the time. A bound of the speed says nothing of it.
+    """
+    found: list[tuple[Config, Outcome]] = []
+    for config, outcome in probes:
+        if (measured := outcome.measurement) is None or not math.isfinite(objective.figure(measured)):
+            continue
+        factor = objective.pace(measured) / measured.samples_per_s
+        paced = replace(
+            measured,
+            samples_per_s=measured.samples_per_s * factor,
+            samples_per_s_low=measured.samples_per_s_low * factor,
+            samples_per_s_high=measured.samples_per_s_high * factor,
+            phases_s={name: seconds / factor for name, seconds in measured.phases_s.items()},
+        )
+        found.append((config, replace(outcome, measurement=paced)))
+    return found

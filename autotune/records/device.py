@@ -31,6 +31,7 @@ class DeviceInfo(Record):
         num_multiprocessors: streaming multiprocessors of a GPU, 0 on a CPU and where it is not known.
         torch_version: version of the torch that measures.
         power_limit_w: the limit that is enforced on a GPU now; 0 where it is not known.
+        no_energy: why the energy that it uses cannot be read, and what would help; empty where it can.
     """
 
     name: str
@@ -43,6 +44,7 @@ class DeviceInfo(Record):
     num_multiprocessors: int = 0
     torch_version: str = ""
     power_limit_w: float = 0.0
+    no_energy: str = ""
     notes: tuple[str, ...] = ()  # warnings, e.g. other processes on the GPU
 
     @property

@@ -21,7 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A config and what fresh processes measured of it. `samples_per_s_ci` is a 95 % interval (low, high)."""
+    """A config and what fresh processes measured of it. `samples_per_s_ci` is a 95 % interval (low, high).
+
+    Attributes:
+        joules_per_sample: energy of all devices that train together, with its 95 % interval; None where it is not known.
+    """
 
     config: dict[str, Choice]
     samples_per_s: float
@@ -29,6 +33,8 @@ class Measured:
     peak_bytes: int
     step_s: float
     num_processes: int  # fresh processes behind the figures
+    joules_per_sample: float | None = None
+    joules_per_sample_ci: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +46,16 @@ class Dropped(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Rival(Measured):
-    """Where the answer is the baseline: the best of the other configs in the play-off, with its throughput over the baseline's."""
+    """Where the answer is the baseline: the best of the other configs in the play-off, with its throughput over the baseline's.
+
+    Attributes:
+        energy_ratio: the same for the energy of a sample; None where that is not known.
+    """
 
     speedup: float
     speedup_ci: tuple[float, float]
+    energy_ratio: float | None = None
+    energy_ratio_ci: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,25 +99,30 @@ class Evaluation:
     unfinished: str = ""
 
 
-def pareto_front(items: Iterable[T], point: Callable[[T], tuple[float, float]]) -> list[T]:
+def pareto_front(items: Iterable[T], point: Callable[[T], tuple[float, ...]]) -> list[T]:
     """The items that no other one beats, by increasing memory.
 
-    One beats another when it needs no more memory and is no slower, and is better in one of the two. Of equal ones the
-    first is kept.
+    One beats another when it needs no more memory, is no slower and, where energy counts, takes no more of it, and is better in
+    one of these. Of equal ones the first is kept.
 
     Args:
-        point: (memory, throughput) of an item; less of the first and more of the second is better.
+        point: (memory, throughput) of an item, or (memory, throughput, energy); more of the second and less of the others is better.
     """
-    front: list[T] = []
-    for item in sorted(items, key=lambda one: (point(one)[0], -point(one)[1])):
-        if not front or point(item)[1] > point(front[-1])[1]:
-            front.append(item)
-    return front
+    front: list[tuple[tuple[float, ...], T]] = []
+    costs = [((memory, -speed, *energy), item) for item in items for memory, speed, *energy in [point(item)]]
+    for cost, item in sorted(costs, key=lambda one: one[0]):  # what beats another comes before it
+        if not any(all(a <= b for a, b in zip(other, cost, strict=True)) for other, _ in front):
+            front.append((cost, item))
+    return [item for _, item in front]
 
 
 def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
-    """The configs that no other beats in both memory and throughput, by increasing memory."""
-    return tuple(pareto_front(measured, lambda one: (one.peak_bytes, one.samples_per_s)))
+    """The configs that no other beats in both memory and throughput, or also in energy where that is known of all; by increasing memory."""
+    found = list(measured)
+    joules = [one.joules_per_sample for one in found if one.joules_per_sample is not None]
+    if len(joules) < len(found):
+        return tuple(pareto_front(found, lambda one: (one.peak_bytes, one.samples_per_s)))
+    return tuple(pareto_front(found, lambda one: (one.peak_bytes, one.samples_per_s, one.joules_per_sample or 0.0)))
 
 
 def round_effects(logs: Mapping[K, Mapping[int, float]]) -> dict[int, float]:

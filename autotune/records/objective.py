@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from autotune.records.device import DeviceInfo
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.units import GIB
 
@@ -38,12 +40,16 @@ class Objective(ABC):
     Attributes:
         name: its name for the user and in reports.
         unit: unit of the figure, in a word.
-        better: the adjective for a config that is better by this objective: `faster`.
+        better, worse: the adjectives for a config that is better or worse by this objective; a verdict of what is observed says them,
+            every other one speaks of speed.
         help: its line in the help of the option.
         less_is_better: whether the figure is to be small.
         speed_weight, memory_weight: log merit is speed_weight * log speed - memory_weight * log memory, plus whatever else
             the figure depends on, which is known only once a config was measured.
         kept_speed: share of the baseline's throughput that a config must keep; 0 where any speed will do.
+        observed: whether an observer tells the figure, and neither speed nor memory does: then a slow config may be the best, and
+            is timed as any other.
+        is_of_play_off: whether it judges the play-off's processes: one in which the figure was not observed says nothing there.
         train_samples: length of the training in samples. Speed is then that of the whole training, compiling included.
             None where the length is not known: then only the speed of a step counts.
     """
@@ -51,20 +57,28 @@ class Objective(ABC):
     name: ClassVar[str]
     unit: ClassVar[str]
     better: ClassVar[str]
+    worse: ClassVar[str] = "slower"
     help: ClassVar[str]
     less_is_better: ClassVar[bool] = False
     speed_weight: ClassVar[float] = 1.0
     memory_weight: ClassVar[float] = 0.0
     kept_speed: ClassVar[float] = 0.0
+    observed: ClassVar[bool] = False
 
     memory_limit_bytes: int
     headroom: float
     baseline_samples_per_s: float | None = None
     train_samples: float | None = None
+    is_of_play_off: bool = False
 
     @abstractmethod
     def figure(self, measured: Measurement) -> float:
-        """The figure that is to be large, or small where less is better: positive, in `unit`."""
+        """The figure that is to be large, or small where less is better: positive, in `unit`; infinite where it was not observed."""
+
+    @classmethod
+    def why_not_on(cls, device: DeviceInfo) -> str:
+        """Why the figure cannot be had on a device, and what would help; empty where it can."""
+        return ""
 
     def worst(self) -> float:
         """The score that the study keeps for an infeasible config, one that does not train or needs more memory than there is.
@@ -107,12 +121,22 @@ class Objective(ABC):
     def score(self, outcome: Outcome) -> float:
         """The value of an `ok` outcome; larger is better."""
         figure = self.figure(_measurement(outcome))
+        if not math.isfinite(figure):
+            return self.worst()
         return -figure if self.less_is_better else figure
 
     def merit(self, outcome: Outcome) -> float:
         """A figure in the same order as `score` but always positive, so that the play-off can compare ratios."""
         figure = self.figure(_measurement(outcome))
         return 1 / figure if self.less_is_better else figure
+
+    def pace(self, measured: Measurement) -> float:
+        """Samples for one unit of what the merit rests on beside memory: for a second, as the cost model predicts it."""
+        return self.speed(measured)
+
+    def at_pace(self, measured: Measurement, pace: float) -> Measurement:
+        """A measurement of the speed and the memory that are predicted, with the pace that is predicted, where that is not the speed."""
+        return measured
 
     def speed(self, measured: Measurement) -> float:
         """Throughput over the whole training, where its length is known; else the throughput of its steps."""
@@ -124,6 +148,10 @@ class Objective(ABC):
             return samples_per_s
         return self.train_samples / (self.train_samples / samples_per_s + compile_s)
 
+    def is_known(self, outcome: Outcome) -> bool:
+        """Whether the figure of what ran was observed; True for what did not run."""
+        return outcome.measurement is None or math.isfinite(self.figure(outcome.measurement))
+
     def infeasibility(self, outcome: Outcome) -> float:
         """At most zero when the outcome may be recommended."""
         measured = outcome.measurement
@@ -134,6 +162,8 @@ class Objective(ABC):
                 return OOM_INFEASIBILITY
             known = (outcome.peak_bytes + outcome.attempted_bytes) / self.usable_bytes - 1
             return max(OOM_INFEASIBILITY, min(known, FAULT_INFEASIBILITY))
+        if not self.is_known(outcome) and not self.is_of_play_off:
+            return FAULT_INFEASIBILITY
         excess = self._excess(measured)
         if (needed := self.least_samples_per_s) is not None:
             excess = max(excess, 1 - measured.samples_per_s / needed)
@@ -159,7 +189,7 @@ class Objective(ABC):
 
     def in_play_off(self) -> Self:
         """The objective for the play-off's processes, whose speed is compared within pairs and not with the search's baseline."""
-        return replace(self, baseline_samples_per_s=None)
+        return replace(self, baseline_samples_per_s=None, is_of_play_off=True)
 
     def feasible(self, outcome: Outcome) -> bool:
         """Whether the outcome may be recommended."""
@@ -211,7 +241,38 @@ class Balanced(Objective):
         return float(self.speed(measured) / (measured.peak_bytes / GIB) ** 0.5)
 
 
-OBJECTIVES: dict[str, type[Objective]] = {each.name: each for each in (Throughput, Memory, Balanced)}
+class Energy(Objective):
+    """The least energy a sample, of all devices that train together."""
+
+    name, unit, better = "energy", "joules_per_sample", "thriftier"
+    worse = "hungrier"
+    help = "energy: fewest joules a sample, by the counters of the devices"
+    less_is_better = True
+    observed = True
+
+    def figure(self, measured: Measurement) -> float:
+        """Joules per sample."""
+        return math.inf if measured.joules_per_sample is None else measured.joules_per_sample
+
+    @classmethod
+    def why_not_on(cls, device: DeviceInfo) -> str:
+        """Why no counter can be read there."""
+        return device.no_energy
+
+    def pace(self, measured: Measurement) -> float:
+        """Samples per joule."""
+        return 1 / self.figure(measured)
+
+    def at_pace(self, measured: Measurement, pace: float) -> Measurement:
+        """With that energy."""
+        return replace(measured, joules_per_sample=1 / pace)
+
+    def worst(self) -> float:
+        """More than any sample takes."""
+        return -1e12
+
+
+OBJECTIVES: dict[str, type[Objective]] = {each.name: each for each in (Throughput, Memory, Balanced, Energy)}
 
 
 def _measurement(outcome: Outcome) -> Measurement:

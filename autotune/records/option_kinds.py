@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from autotune.records.price import EXPECTED, Price
 from autotune.units import format_exact_bytes, format_exact_seconds, parse_bytes, parse_fraction, parse_seconds
 
 LARGEST_SEED = 2**32 - 1  # numpy takes no larger one
@@ -163,6 +164,14 @@ def _texts(value: Any) -> dict[str, dict[Any, str]]:
     return found
 
 
+def _price(value: Any) -> Price:
+    if isinstance(value, Price):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a price; {EXPECTED}")
+    return Price.parse(value)
+
+
 SWITCH = Kind(read=_switch, python="bool", metavar="")  # on a command line a word without a value
 COUNT = whole(1, "at least 1")
 SEED = whole(0, f"a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
@@ -178,6 +187,7 @@ SHARE = Kind(
     metavar="5%",
     write=lambda share: f"{100 * share:g}%",
 )
+PRICE = Kind(read=_price, python="str", metavar="2.50/h")
 MEMORY = Kind(
     read=_memory, python="str | int", metavar="12GiB|80%", write=lambda num_bytes: format_exact_bytes(int(num_bytes))
 )

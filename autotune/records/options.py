@@ -20,6 +20,7 @@ from autotune.errors import ConfigError
 from autotune.records import option_kinds as kinds
 from autotune.records.objective import OBJECTIVES
 from autotune.records.option_kinds import Kind
+from autotune.records.price import Price
 from autotune.units import parse_bytes
 
 TASK, SPACE, EFFORT, KEPT = "task and device", "search space", "effort", "study"  # groups in `--help`
@@ -85,6 +86,9 @@ GLOBAL_BATCH = Option("global_batch", kinds.COUNT, TASK, "samples per optimizer 
 HEADROOM = Option("headroom", kinds.SHARE, TASK, "share of the memory limit to keep free")
 OBJECTIVE = Option(
     "objective", kinds.one_of(tuple(OBJECTIVES)), SPACE, "; ".join(objective.help for objective in OBJECTIVES.values())
+)
+PRICE = Option(
+    "price", kinds.PRICE, SPACE, "what one device costs an hour: then the answer tells what a million samples cost"
 )
 TRAIN_STEPS = Option(
     "train_steps",
@@ -198,6 +202,7 @@ class SearchOptions(RunOptions):
 
     headroom: float = HEADROOM.default(0.05)
     objective: str = OBJECTIVE.default("throughput")
+    price: Price | None = PRICE.default(None)  # noqa: RUF009  # a field
     train_steps: int | None = TRAIN_STEPS.default(None)
     train_epochs: int | None = TRAIN_EPOCHS.default(None)
     fix: Mapping[str, Any] = FIX.default({})

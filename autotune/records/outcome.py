@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from autotune.records.config import ALONE, World
+from autotune.records.energy import Counted, power_w
 from autotune.records.formats import Record
 from autotune.units import format_bytes, format_seconds, plural
 
@@ -96,12 +98,26 @@ class Measurement:
     memory: dict[str, float] = field(default_factory=dict)  # device-specific detail, bytes
     # device-specific: gpu_utilization, temperature_c, power_w
     telemetry: dict[str, float] = field(default_factory=dict)
+    counted: tuple[Counted, ...] = ()  # by the counters of energy, of all devices that train together
+    joules_per_sample: float | None = None  # of all these devices; None where it is not known
+    no_energy: str = ""  # why it is not known, in words
     places: dict[str, dict[str, Any]] = field(default_factory=dict)  # technique -> modules that it acted on, by role
 
     @property
     def train_s(self) -> float:
         """Seconds inside training steps."""
         return self.warmup_s + self.timed_s + self.explained_s
+
+    def with_energy(self, counted: Iterable[Counted], why_none: str = "") -> Self:
+        """The measurement with what the counters of energy told.
+
+        Args:
+            why_none: why there is a device that nothing was counted of; empty where there is none.
+        """
+        found = tuple(counted)
+        watts, why = (None, why_none) if why_none else power_w(found)
+        joules = None if watts is None else watts / self.samples_per_s
+        return replace(self, counted=found, joules_per_sample=joules, no_energy=why)
 
     @property
     def unequal(self) -> str:

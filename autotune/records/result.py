@@ -11,6 +11,7 @@ from autotune.records.check import Check, Coupling
 from autotune.records.config import Choice
 from autotune.records.formats import Group, Record, require_readable
 from autotune.records.measured import Dropped, Evaluation, Measured, Rival
+from autotune.records.price import Price
 
 FORMAT = 2  # format 1 had no `format`, `first_probe_s` and `split_s`
 
@@ -83,6 +84,7 @@ class Goal(Group):
     """What the search was asked for.
 
     Attributes:
+        price: what one device costs an hour, as the user said; None where nobody asked.
         train_samples: the length of the training in samples, as the user said; the answer was then chosen by the time of the
             whole training, compiling included. None where the speed of a step decided.
         asked: those of the options in `RunOptions` that the user gave, so that `prepare`, `probe` and `verify` get the same.
@@ -91,6 +93,7 @@ class Goal(Group):
     memory_limit_bytes: int
     headroom: float
     objective: str
+    price: Price | None = None
     train_samples: float | None = None
     asked: dict[str, str | int] = field(default_factory=dict)
 
@@ -170,6 +173,39 @@ class Reasons(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnergyUse(Group):
+    """The energy of a sample, of all devices that train together.
+
+    Attributes:
+        joules_per_sample: of the answer, with its 95 % interval; None where it is not known.
+        energy_ratio: the answer's joules a sample over the baseline's, as both are shown, with its 95 % interval from paired
+            fresh processes. None without one of them, and where the answer is the baseline.
+        no_energy: why it is not known, and what would help; empty where it is.
+    """
+
+    joules_per_sample: float | None = None
+    joules_per_sample_ci: tuple[float, float] | None = None
+    energy_ratio: float | None = None
+    energy_ratio_ci: tuple[float, float] | None = None
+    no_energy: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Money(Record):
+    """What training costs, at the throughput that was measured.
+
+    Attributes:
+        num_devices: that are paid for.
+        per_million_samples: of the answer.
+        baseline_per_million_samples: None where the baseline does not run.
+    """
+
+    num_devices: int
+    per_million_samples: float
+    baseline_per_million_samples: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compiling(Group):
     """What compiling the answer costs, and when that has paid off. All are None where the answer compiles nothing.
 
@@ -219,9 +255,12 @@ class Result(Record):
             answer is the baseline, and then the play-off's `rival` tells of the others.
         verdict: `faster` or `slower` than the baseline where all of `paired_ci` says so, `same` where all of it is close to 1 or
             nothing beats the baseline; `faster` where the baseline does not run. `undecided` where the evidence is too thin,
-            and for every answer that changes something and is not confirmed.
+            and for every answer that changes something and is not confirmed. Where energy was searched for, `thriftier` or
+            `hungrier`, by `energy_ratio_ci`.
         undecided: what is open and what would decide it; empty for other verdicts.
-        front: every config that no other beats in both memory and throughput, by increasing memory.
+        front: every config that no other beats in both memory and throughput, and in energy where that is known of all, by
+            increasing memory.
+        money: None where no price was given.
         checks: the comparison of the answer's changes with plain fp32, where there was one.
         unchecked: why the answer was not compared with plain fp32 and so is no recommendation: an interrupt ended the search
             too early. Empty otherwise.
@@ -251,6 +290,8 @@ class Result(Record):
     unchecked: str = ""
     compiling: Compiling = field(default_factory=Compiling)
     evaluation: Evaluation | None = None
+    energy: EnergyUse = field(default_factory=EnergyUse)
+    money: Money | None = None
     cost: Cost = field(default_factory=Cost)
     storage: str = ""
     study: str = ""

@@ -14,17 +14,22 @@ from autotune.devices.linux import DISTURBED
 from autotune.records.check import Check
 from autotune.records.config import Choice
 from autotune.records.measured import Dropped, Evaluation, Measured
+from autotune.records.objective import OBJECTIVES
 from autotune.records.options import words
 from autotune.records.result import Compiling, Cost, DeviceUse, Effect, Reasons, Result
 from autotune.report.figures import (
+    ENERGY,
     NOISY,
     NOISY_SPREAD,
+    THROUGHPUT,
+    Said,
     counts,
     gain_in_table,
     interval,
     is_known,
     is_wide,
     limit_words,
+    measured_joules,
     measured_rate,
     rate,
     said_of,
@@ -87,8 +92,9 @@ def in_short(result: Result) -> str:
     found, gain = said_of(result), ""
     if result.baseline is not None and found.gain:
         sure = f" ({found.sure})" if found.sure else ""
-        gain = f": {found.gain} the baseline{sure}, with {times(result.peak_bytes / result.baseline.peak_bytes)} its memory"
-    figures = f"{rate(result.samples_per_s)} samples/s, {format_bytes(result.peak_bytes)}"
+        of = "" if found.of == THROUGHPUT else f"'s {found.of}"
+        gain = f": {found.gain} the baseline{of}{sure}, with {_beside(result, found)}"
+    figures = f"{rate(result.samples_per_s)} samples/s, {format_bytes(result.peak_bytes)}{_joules(result)}"
     return f"{found.verdict}{gain}\n{find_techniques().describe(result.config)}: {figures}; summary() tells the rest"
 
 
@@ -160,15 +166,24 @@ def front_section(
         return Span("  baseline" if is_baseline else "", Tone.BASELINE)
 
     front = list(front)
-    rows = (
-        (format_bytes(m.peak_bytes), measured_rate(m), times(speed(m)), (techniques.describe(m.config), role(m)))
+    has_energy = all(m.joules_per_sample is not None for m in front)
+    rows: list[tuple[Cell, ...]] = [
+        (
+            format_bytes(m.peak_bytes),
+            measured_rate(m),
+            times(speed(m)),
+            *([measured_joules(m)] if has_energy else []),
+            (techniques.describe(m.config), role(m)),
+        )
         for m in front
-    )
-    shown = table((">peak", ">samples/s", ">speed", "config"), rows)
-    note = "no other config is faster or takes less memory" if len(front) == 1 else "no config beats these in both"
+    ]
+    shown = table((">peak", ">samples/s", ">speed", *([">J/sample"] if has_energy else []), "config"), rows)
+    all_axes = "all three" if has_energy else "both"
+    only = "no other config is faster or takes less memory" + (" or energy" if has_energy else "")
+    note = only if len(front) == 1 else f"no config beats these in {all_axes}"
     if result is not None and all(m.config != result.config for m in front):
         note = "by each config's own figures; the answer is not among them but as good within the noise"
-    return Section("Memory/throughput front", (shown,), note)
+    return Section(f"Memory/throughput{'/energy' if has_energy else ''} front", (shown,), note)
 
 
 def _role(result: Result) -> str:
@@ -185,11 +200,26 @@ def _verdict(result: Result, techniques: Techniques) -> Span:
     if result.config == result.baseline.config:
         return Span(f"{_kept(result)}{_rival(result, techniques)}", Tone.STRONG)
     sure = f" ({found.sure})" if found.sure else ""
-    memory = times(result.peak_bytes / result.baseline.peak_bytes)
-    tone = {"faster": Tone.BEST, "slower": Tone.WARNING}.get(result.verdict, Tone.STRONG)
-    return Span(
-        f"{verdict}: {found.gain} the baseline's throughput{sure}, with {memory} its memory.{open_question}", tone
-    )
+    tone = {"faster": Tone.BEST, "thriftier": Tone.BEST, "slower": Tone.WARNING, "hungrier": Tone.WARNING}
+    gain = f": {found.gain} the baseline's {found.of}{sure}, with {_beside(result, found)}" if found.gain else ""
+    return Span(f"{verdict}{gain}.{open_question}", tone.get(result.verdict, Tone.STRONG))
+
+
+def _beside(result: Result, found: Said) -> str:
+    """What the gain comes with: memory, and of speed and energy what it is not a gain of, as far as that is known."""
+    assert result.baseline is not None
+    parts = [f"{times(result.peak_bytes / result.baseline.peak_bytes)} its memory"]
+    if found.of == ENERGY:
+        parts.append(f"{times(result.speedup)} its throughput")
+    elif result.energy.energy_ratio is not None:
+        parts.append(f"{times(result.energy.energy_ratio)} its energy a sample")
+    return " and ".join(parts)
+
+
+def _joules(result: Result) -> str:
+    """`, 0.52 J a sample`; empty where that is not known."""
+    joules = result.energy.joules_per_sample
+    return "" if joules is None else f", {rate(joules)} J a sample"
 
 
 def _kept(result: Result) -> str:
@@ -205,15 +235,18 @@ def _rival(result: Result, techniques: Techniques) -> str:
     rival = result.play_off.rival
     if rival is None:
         return ""
-    low, high = rival.speedup_ci
+    ratio, (low, high), of = rival.speedup, rival.speedup_ci, THROUGHPUT
+    searched_for_energy = OBJECTIVES[result.goal.objective].observed
+    if searched_for_energy and rival.energy_ratio is not None and rival.energy_ratio_ci is not None:
+        ratio, (low, high), of = rival.energy_ratio, rival.energy_ratio_ci, ENERGY
     if not is_known(low, high):
-        found = f"{times(rival.speedup)} its throughput, from one round, so its interval is unknown"
-    elif spread(rival.speedup, low, high) == NOISY:
+        found = f"{times(ratio)} its {of}, from one round, so its interval is unknown"
+    elif spread(ratio, low, high) == NOISY:
         found = "too noisy to tell"
     elif is_wide(low, high):
-        found = f"at most {times(high)} its throughput"
+        found = f"at least {times(low)} its {of}" if of == ENERGY else f"at most {times(high)} its {of}"
     else:
-        found = f"{times(rival.speedup)} its throughput, 95% interval {interval(low, high)}"
+        found = f"{times(ratio)} its {of}, 95% interval {interval(low, high)}"
     return f" The best of the others, {techniques.describe(rival.config)}: {found}."
 
 
@@ -228,14 +261,21 @@ def _play_off(result: Result, techniques: Techniques) -> Section:
         *(("dropped", other) for other in others if isinstance(other, Dropped)),
         *([("baseline", base)] if base and base.config != result.config else []),
     ]
-    rows = [
+    has_energy = any(measured.joules_per_sample is not None for _, measured in shown)
+
+    def figures(found: Measured) -> tuple[str, ...]:
+        told = (
+            measured_rate(found),
+            format_seconds(found.step_s),
+            format_bytes(found.peak_bytes),
+            measured_joules(found),
+        )
+        return (told if found.num_processes else ("-",) * 4)[: 4 if has_energy else 3]
+
+    rows: list[tuple[Cell, ...]] = [
         (
             Span(role, ROLES.get(role, Tone.NOTE)),
-            *(
-                (measured_rate(measured), format_seconds(measured.step_s), format_bytes(measured.peak_bytes))
-                if measured.num_processes
-                else ("-", "-", "-")
-            ),
+            *figures(measured),
             str(measured.num_processes),
             (
                 techniques.describe(measured.config),
@@ -249,12 +289,14 @@ def _play_off(result: Result, techniques: Techniques) -> Section:
     allowed = format_bytes(limit_bytes * (1 - result.goal.headroom))
     whose = "Its" if result.doubt else "The answer's"
     peak = Span(f"{whose} peak is {share:.0%} of the limit; up to {allowed} was allowed.", Tone.NOTE)
-    compared = table(("", ">samples/s", ">step", ">peak", ">runs", "config"), rows)
+    titles = ("", ">samples/s", ">step", ">peak", *([">J/sample"] if has_energy else []), ">runs", "config")
+    compared = table(titles, rows)
     noisy = any(measured_rate(measured).endswith(NOISY) for _, measured in shown if measured.num_processes)
     wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []
     later = [Paragraph(Span(_later(result), Tone.NOTE))] if result.play_off.later_std and result.speedup_ci else []
     note = "fresh processes in turn; 95% intervals" if confirmed else "95% intervals"
-    return Section("Play-off" if confirmed else "Measured", (compared, *wide, *later, Paragraph(peak)), note)
+    more = [Paragraph(Span(text, Tone.NOTE)) for text in _energy_and_money(result)]
+    return Section("Play-off" if confirmed else "Measured", (compared, *wide, *later, Paragraph(peak), *more), note)
 
 
 def _later(result: Result) -> str:
@@ -266,6 +308,18 @@ def _later(result: Result) -> str:
         else f"which is assumed until `autotune verify {result.subject.model or 'MODEL'} --against STUDY` has measured it here"
     )
     return f"The speed-up's interval allows for a later run that differs by {result.play_off.later_std:.1%}, {known}."
+
+
+def _energy_and_money(result: Result) -> Iterator[str]:
+    """Why no energy is told, and what a million samples cost, where that was asked for."""
+    if result.energy.no_energy:
+        yield f"Its energy is not told: {result.energy.no_energy}."
+    if (money := result.money) is not None and (price := result.goal.price) is not None:
+        before = money.baseline_per_million_samples
+        is_kept = result.baseline is None or result.config == result.baseline.config
+        instead = f" instead of {price.words(before)}" if before and not is_kept else ""
+        several = f" for each of {money.num_devices} devices" if money.num_devices > 1 else ""
+        yield f"A million samples cost {price.words(money.per_million_samples)}{instead}, at {price}{several}."
 
 
 def _compiling(compiling: Compiling, train_samples: float | None) -> Iterator[Section]:
@@ -355,6 +409,8 @@ def _answer(result: Result) -> Measured:
         peak_bytes=result.peak_bytes,
         step_s=known.step_s if known else samples_per_process * result.subject.num_processes / result.samples_per_s,
         num_processes=known.num_processes if known else 1,
+        joules_per_sample=result.energy.joules_per_sample,
+        joules_per_sample_ci=result.energy.joules_per_sample_ci,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autotune.records.measured import Measured
+from autotune.records.objective import OBJECTIVES
 from autotune.records.outcome import Kind, Measurement
 from autotune.records.result import Result
 from autotune.records.scaling import OnDevices
@@ -23,6 +24,7 @@ MENTIONED_BELOW = 0.95  # a higher chance to fit is not mentioned
 NOISY = "noisy"  # stands in place of an interval too wide to mean anything
 NOISY_SPREAD = 0.5  # an interval is noisy where half its width is more than this share of the value
 PROBABLY = 1.02  # an unsure gain above this is called probable
+THROUGHPUT, ENERGY = "throughput", "energy a sample"
 WIDE_FACTOR = 2.0  # an interval whose ends differ by more than this factor is told as a bound
 
 
@@ -50,6 +52,14 @@ def measured_rate(found: Measured | Measurement | OnDevices) -> str:
     else:
         low, high = found.samples_per_s_ci
     return f"{rate(found.samples_per_s)} {spread(found.samples_per_s, low, high)}".rstrip()
+
+
+def measured_joules(found: Measured) -> str:
+    """`0.52 ±3.1%`, in joules a sample; a dash where that is not known."""
+    if found.joules_per_sample is None:
+        return "-"
+    low, high = found.joules_per_sample_ci or (found.joules_per_sample,) * 2
+    return f"{rate(found.joules_per_sample)} {spread(found.joules_per_sample, low, high)}".rstrip()
 
 
 def expected(prediction: Prediction | None) -> str:
@@ -101,6 +111,7 @@ class Said:
         verdict: `faster in the one round there was time for`; begins in lower case.
         brief: the verdict in a table.
         gain: `1.98x` or `at least 1.31x`; empty where there is none, because the baseline is the answer or did not run.
+        of: what it is a gain of: the baseline's `throughput`, or `energy a sample`.
         sure: how sure the gain is; empty where that is not known.
     """
 
@@ -108,26 +119,32 @@ class Said:
     brief: str
     gain: str = ""
     sure: str = ""
+    of: str = THROUGHPUT
 
 
 def said_of(result: Result) -> Said:
-    """What to say of an answer's gain."""
+    """What to say of an answer's gain, by what was searched for: its energy, or else its speed."""
+    objective = OBJECTIVES[result.goal.objective]
+    better, worse = (objective.better, objective.worse) if objective.observed else ("faster", "slower")
     if result.baseline is None or result.speedup is None:
-        runs = "runs where the baseline does not" if result.verdict == "faster" else "runs; the baseline did not"
-        return Said(runs, "runs" if result.verdict == "faster" else result.verdict)
+        runs = "runs where the baseline does not" if result.verdict == better else "runs; the baseline did not"
+        return Said(runs, "runs" if result.verdict == better else result.verdict)
     if result.config == result.baseline.config:
         return Said(result.verdict, result.verdict)
+    ratio, ends = result.speedup, result.speedup_ci
+    if objective.observed:
+        ratio, ends = result.energy.energy_ratio or 1.0, result.energy.energy_ratio_ci
     verdict, brief = result.verdict, result.verdict
     single = not result.play_off.confirmed or result.play_off.num_rounds == 1
     if verdict == "undecided":
-        likely = result.speedup > PROBABLY and not (result.speedup_ci and tells_nothing(*result.speedup_ci))
-        verdict = "probably faster" if likely else "undecided whether faster or slower"
+        likely = (1 / ratio if objective.observed else ratio) > PROBABLY and not (ends and tells_nothing(*ends))
+        verdict = f"probably {better}" if likely else f"undecided whether {better} or {worse}"
     elif verdict == "same":
-        verdict = "as fast as the baseline within the noise"
+        verdict = f"{'as thrifty' if objective.observed else 'as fast'} as the baseline within the noise"
     elif single:
         verdict, brief = f"{verdict} in the one round there was time for", f"{verdict} in one round"
-    gain, sure = times(result.speedup), ""
-    if (ends := result.speedup_ci) is not None and is_known(*ends):
+    gain, sure = times(ratio), ""
+    if ends is not None and is_known(*ends):
         sure = f"95% interval {interval(*ends)}"
         if tells_nothing(*ends):
             sure = "too noisy to tell more"
@@ -136,7 +153,9 @@ def said_of(result: Result) -> Said:
             gain, sure = (gain, bound(*ends)) if is_open else (bound(*ends), "95% sure")
     elif ends is not None:
         sure = "from one round, so its interval is unknown"
-    return Said(verdict, brief, gain, sure)
+    if objective.observed and result.energy.energy_ratio is None:  # no round has compared it
+        return Said(verdict, brief)
+    return Said(verdict, brief, gain, sure, ENERGY if objective.observed else THROUGHPUT)
 
 
 def is_known(low: float, high: float) -> bool:
@@ -150,7 +169,7 @@ def is_wide(low: float, high: float) -> bool:
 
 
 def tells_nothing(low: float, high: float) -> bool:
-    """Whether both half the speed and a gain lie within an interval, so that neither of its ends counts."""
+    """Whether both half the figure and a gain lie within an interval, so that neither of its ends counts."""
     return is_known(low, high) and low * WIDE_FACTOR < 1 < high
 
 

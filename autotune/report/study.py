@@ -179,7 +179,7 @@ def _answer_figures(answer: Result) -> tuple[Cell, ...]:
     if answer.speedup is not None and answer.speedup_ci and gain == times(answer.speedup):
         gain = f"{gain} {spread(answer.speedup, *answer.speedup_ci)}".rstrip()
     base = answer.baseline
-    verdict = Span(found.brief, Tone.BEST if answer.verdict == "faster" else Tone.PLAIN)
+    verdict = Span(found.brief, Tone.BEST if answer.verdict in ("faster", "thriftier") else Tone.PLAIN)
     played = (measured_rate(found) for found in answer.play_off.finalists if found.config == answer.config)
     speed = next(played, rate(answer.samples_per_s))
     return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes)

@@ -28,7 +28,8 @@ from autotune.records.config import (
     largest_batch_size,
     share_of,
 )
-from autotune.records.device import NOT_MEASURED
+from autotune.records.device import NOT_MEASURED, Slot
+from autotune.records.energy import ONE_COUNTED
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.options import ONE_DEVICE
 from autotune.records.outcome import Kind, Outcome
@@ -200,6 +201,13 @@ class CommandRunner(LocalRunner):
     @property
     def techniques(self) -> Techniques:
         return self._switches
+
+    def slots(self) -> tuple[Slot, ...]:
+        """As of `LocalRunner`. The energy of several processes is not known."""
+        (slot,) = super().slots()
+        if self.world.size == 1:
+            return (slot,)
+        return (replace(slot, device=replace(slot.device, no_energy=slot.device.no_energy or ONE_COUNTED)),)
 
     def command(self, config: Config) -> str:
         return self._command.line(config, num_devices=self.world.size)

@@ -25,6 +25,7 @@ from autotune.devices.torch_errors import failed_allocation
 from autotune.errors import describe_exit
 from autotune.probe.waiting import Ranks
 from autotune.records.config import World
+from autotune.records.energy import ONE_COUNTED
 from autotune.records.inspection import Inspection
 from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.runners.hook import SETTINGS
@@ -218,6 +219,8 @@ def _outcome(ran: Ran) -> Outcome:
     if ran.leader is not None and (measured := ran.leader.measurement) is not None:
         if (ranks := ran.ranks) is not None:
             measured = replace(measured, waits_s=ranks.waits_s, slow_rank=ranks.slow_rank)
+        if ran.leader.world.size > 1:
+            measured = measured.with_energy((), ONE_COUNTED)
         return Outcome(kind=Kind.OK, measurement=replace(measured, peak_bytes=progress.peak_bytes))
     if ran.leader is not None:
         return failed(

@@ -90,7 +90,15 @@ class OneSlotRunner(Runner):
             info = replace(info, free_bytes=min(open_device(name).info().free_bytes for name in self._devices))
         if self._own is not None and not self._device.capabilities.own_memory:
             num_threads = min(info.num_threads, len(cores(self._own.processors)))
-            info = replace(info, free_bytes=info.free_bytes // self._own.num_sharing, num_threads=num_threads)
+            shared = (
+                f"the counters of energy count the whole machine, and {self._slot} is a part of it; leave --slots out"
+            )
+            info = replace(
+                info,
+                free_bytes=info.free_bytes // self._own.num_sharing,
+                num_threads=num_threads,
+                no_energy=info.no_energy or shared,
+            )
         return (Slot(name=self._slot, device=info),)
 
     @property

@@ -124,12 +124,14 @@ def waited_for(answers: Mapping[str, dict[str, Any]], running: Sequence[int]) ->
 def measured_together(measurements: Sequence[Measurement]) -> Measurement:
     """What the ranks measured, in their order: all have the slowest's time, and the one with the highest peak has its memory.
 
+    The energy is that of all their devices.
+
     Args:
         measurements: of at least one rank.
     """
     first = max(measurements, key=lambda one: one.peak_bytes)
     disturbances = dict.fromkeys(words for one in measurements for words in one.disturbances)
-    return replace(
+    together = replace(
         first,
         growth_bytes_per_step=max(one.growth_bytes_per_step for one in measurements),
         num_alloc_retries=max(one.num_alloc_retries for one in measurements),
@@ -137,3 +139,5 @@ def measured_together(measurements: Sequence[Measurement]) -> Measurement:
         contention=max(one.contention for one in measurements),
         disturbances=tuple(disturbances),
     )
+    none_of = (one.no_energy for one in measurements if not one.counted)
+    return together.with_energy((counted for one in measurements for counted in one.counted), next(none_of, ""))

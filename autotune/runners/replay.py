@@ -66,7 +66,7 @@ class ReplayRunner(InstantRunner):
 
     def slots(self) -> tuple[Slot, ...]:
         """Of the kind of the device that the table was recorded on."""
-        info = self._table.header.device_info()
+        info = replace(self._table.header.device_info(), no_energy=self._table.no_energy)
         if self._memory_limit_bytes is not None:
             info = replace(info, free_bytes=self._memory_limit_bytes)
         if self._num_slots == 1:

@@ -32,6 +32,7 @@ from autotune.techniques import Technique, Techniques
 FORMAT = 2  # format 1 holds less of the inspection, and opens
 MAGIC = f"# autotune table, format {FORMAT}"
 SPEEDS = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
+JOULES = "joules_per_sample"  # its column is missing in older tables
 PHASES = ("data", "forward", "backward", "optimizer")
 # when a sweep goes on
 _NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes", "always")
@@ -190,6 +191,15 @@ class Table:
         """Every config's rows."""
         return _by_config(self.rows)
 
+    @property
+    def no_energy(self) -> str:
+        """Why it tells no energy; empty where every config that ran has a probe that tells it."""
+        ran = {row.config for row in self.rows if row.outcome.measurement}
+        known = {row.config for row in self.rows if (m := row.outcome.measurement) and m.joules_per_sample is not None}
+        if ran == known:
+            return ""
+        return f"the table {self.path} holds no energy of {len(ran - known)} of its configs; record it again where energy can be read"
+
     @cached_property
     def figures(self) -> dict[Config, Figure]:
         """What is known of each config."""
@@ -264,11 +274,12 @@ def append(path: Path, header: Header, row: Row) -> None:
     else:
         cells |= {name: _short(getattr(measured, name)) for name in (*SPEEDS, "train_s")}
         cells |= {name: getattr(measured, name) for name in ("peak_bytes", "num_steps")}
+        cells |= {} if measured.joules_per_sample is None else {JOULES: _short(measured.joules_per_sample)}
         cells |= {f"{phase}_s": _short(seconds) for phase, seconds in measured.phases_s.items() if phase in PHASES}
     line = io.StringIO()
     with path.open("r+", encoding="utf-8") as file:
-        columns = [file.readline() for _ in range(3)][-1].strip().split(",")  # an older table has one that is gone
-        csv.DictWriter(line, columns, lineterminator="\n").writerow(cells)
+        columns = [file.readline() for _ in range(3)][-1].strip().split(",")  # an older table has other ones
+        csv.DictWriter(line, columns, extrasaction="ignore", lineterminator="\n").writerow(cells)
         file.seek(0, os.SEEK_END)
         file.write(line.getvalue())
 
@@ -298,7 +309,7 @@ def read(path: str | Path, techniques: Techniques) -> Table:
             "with `autotune sweep`"
         ) from None
     reader = csv.DictReader(lines[2:])
-    missing = [name for name in _columns(header) if name not in (reader.fieldnames or ())]
+    missing = [name for name in _columns(header) if name not in (*(reader.fieldnames or ()), JOULES)]
     if missing:
         raise TableError(f"the table {path} has no column {missing[0]!r}, which its metadata asks for; record it again")
     rows = []
@@ -377,6 +388,7 @@ def _row(header: Header, cells: Mapping[str, str], techniques: Techniques) -> Ro
         warmup_s=0.0,
         timed_s=train_s,
         phases_s={phase: float(cells[f"{phase}_s"]) for phase in PHASES if cells[f"{phase}_s"]},
+        joules_per_sample=float(cells[JOULES]) if cells.get(JOULES) else None,
     )
     outcome = Outcome(kind=Kind.OK, measurement=measured, wall_s=wall_s, world=header.world)
     return Row(config=config, repeat=repeat, outcome=outcome)
@@ -390,7 +402,8 @@ def _swept(header: Header) -> list[str]:
 
 def _columns(header: Header) -> list[str]:
     times = ["wall_s", "train_s", *(f"{phase}_s" for phase in PHASES)]
-    return [*_swept(header), "repeat", "kind", *SPEEDS, "peak_bytes", "attempted_bytes", "num_steps", *times, "cause"]
+    figures = [*SPEEDS, "peak_bytes", "attempted_bytes", "num_steps"]
+    return [*_swept(header), "repeat", "kind", *figures, *times, JOULES, "cause"]
 
 
 def _short(value: float) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean, median, stdev
+from typing import Any
 
 from autotune.devices.linux import DISTURBED
 from autotune.records.config import Config
@@ -94,4 +95,16 @@ def measured(config: Config, outcomes: Iterable[Outcome]) -> Measured:
         peak_bytes=max(outcome.measurement.peak_bytes for outcome in ran if outcome.measurement),
         step_s=median(one.step_s * one.samples_per_s for one in found) / speed,  # a step's samples, at that speed
         num_processes=len(ran),
+        **energy_of(outcome for outcome in ran),
     )
+
+
+def energy_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """The energy of a sample over fresh processes of a config, with the interval between them: fields of a `Measured`; empty if unknown."""
+    found = [
+        m.joules_per_sample for outcome in outcomes if (m := outcome.measurement) and m.joules_per_sample is not None
+    ]
+    if not found:
+        return {}
+    joules, low, high = ratio_interval(list(map(math.log, found)))
+    return {"joules_per_sample": joules, "joules_per_sample_ci": (low, high)}

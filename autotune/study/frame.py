@@ -25,6 +25,7 @@ def _numbers(record: type) -> dict[str, str]:
 
 _FIGURES = {**_numbers(Measurement), "peak_mib": "float64"}
 _PREDICTED = {f"predicted_{name}": kind for name, kind in _numbers(Prediction).items()}
+JOULES = ("joules_per_sample", "joules_per_sample_low", "joules_per_sample_high")
 _BEFORE = {"number": "int64", "stage": "str", "round": "Int64"}
 _FOUND = {"outcome": "str", "cause": "str", "feasible": "bool", "score": "float64"}
 _AFTER = {
@@ -59,18 +60,21 @@ def front_frame(front: Sequence[Measured], baseline: Mapping[str, Choice], techn
     """One row for each config of the memory/throughput front, by increasing memory.
 
     Columns: `description`, every key of a config by its name, `samples_per_s` with its 95 % interval `samples_per_s_low`
-    and `samples_per_s_high`, `step_s`, `peak_bytes`, `peak_mib`, `num_processes` (fresh processes behind the figures).
+    and `samples_per_s_high`, `step_s`, `peak_bytes`, `peak_mib`, `joules_per_sample` with its interval (missing where it is not
+    known), `num_processes` (fresh processes behind the figures).
     """
     keys = _in_order(measured.config for measured in front) or list(baseline)
     bounds = ("samples_per_s_low", "samples_per_s_high")
-    columns = ["description", *keys, "samples_per_s", *bounds, "step_s", "peak_bytes", "peak_mib", "num_processes"]
-    return pd.DataFrame([_front_row(measured, bounds, techniques) for measured in front], columns=columns)
+    figures = ["samples_per_s", *bounds, "step_s", "peak_bytes", "peak_mib", *JOULES, "num_processes"]
+    rows = [_front_row(measured, bounds, techniques) for measured in front]
+    return pd.DataFrame(rows, columns=["description", *keys, *figures]).astype(dict.fromkeys(JOULES, "float64"))
 
 
 def _front_row(measured: Measured, bounds: tuple[str, str], techniques: Techniques) -> dict[str, Any]:
     interval = dict(zip(bounds, measured.samples_per_s_ci, strict=True))
+    joules = (measured.joules_per_sample, *(measured.joules_per_sample_ci or (None, None)))
     more = {"description": techniques.describe(measured.config), "peak_mib": measured.peak_bytes / MIB}
-    return {**measured.config, **asdict(measured), **interval, **more}
+    return {**measured.config, **asdict(measured), **interval, **dict(zip(JOULES, joules, strict=True)), **more}
 
 
 def _row(probe: Trial) -> dict[str, Any]:

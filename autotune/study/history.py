@@ -54,7 +54,8 @@ class History:
         # number of trials, what is known of neighbours, and `known` after these
         self._known: tuple[int, Neighbours | None, dict[Config, Outcome]] = (-1, None, {})
         baselines = {space.baseline, *(trial.config for trial in trials if trial.stage == BASELINE)}
-        self._retryable = retryable(trials, baselines, timeout_s, objective)
+        unknown = {trial.number for trial in trials if not objective.is_known(trial.outcome)}
+        self._retryable = retryable(trials, baselines, timeout_s, objective) | unknown
 
     def append(self, trial: Trial) -> None:
         """Add a trial that has just finished."""
@@ -87,7 +88,7 @@ class History:
 
     @property
     def evidence(self) -> list[tuple[Config, Outcome]]:
-        """The trials that the models learn from: those of the search, and failures of the play-off.
+        """The trials that the models learn from: those of the search whose figure is known, and failures of the play-off.
 
         The play-off's speeds are left out, because the machine may have become slower since the search. Where the search
         measured a config again, only the measurement that stands is kept.
@@ -96,7 +97,8 @@ class History:
         configs: dict[Config | int, Config] = {}
         left_out = self._says_nothing
         for trial in self._trials:
-            if trial.number not in left_out and not (trial.in_play_off and trial.feasible):
+            known = self._objective.is_known(trial.outcome)
+            if known and trial.number not in left_out and not (trial.in_play_off and trial.feasible):
                 repeatable = trial.outcome.ok and not trial.in_play_off
                 key = trial.config if repeatable else trial.number
                 found.setdefault(key, []).append(self._weighed(trial))

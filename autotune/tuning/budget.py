@@ -127,14 +127,21 @@ class Budget:
             return self.probe_timeout_s
         return self.first_timeout_s if ran is None else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * ran.wall_s)
 
-    def first_settings(self, memory_limit_bytes: int, world: World, seed: int) -> ProbeSettings:
-        """The settings of every probe, before anything is known."""
+    def first_settings(
+        self, memory_limit_bytes: int, world: World, seed: int, *, min_timed_s: float = 0.0
+    ) -> ProbeSettings:
+        """The settings of every probe, before anything is known.
+
+        Args:
+            min_timed_s: so long a config has to be timed at least, for what is observed meanwhile.
+        """
         return ProbeSettings(
             memory_limit_bytes=memory_limit_bytes,
             world=world,
             seed=seed,
             timeout_s=self.first_timeout_s,
-            max_timed_s=min(10.0, max(1.0, self.budget_s / 60)),
+            min_timed_s=min_timed_s,
+            max_timed_s=max(min_timed_s, min(10.0, max(1.0, self.budget_s / 60))),
             max_warmup_s=min(20.0, max(2.0, self.budget_s / 60)),
         )
 
@@ -142,7 +149,7 @@ class Budget:
         """The settings of the next probe: its time-out, and the speed below which it is not worth timing."""
         baseline = history.baseline
         if baseline is not None and baseline.measurement is not None:
-            slowest = SLOWEST_TIMED * baseline.measurement.samples_per_s
+            slowest = SLOWEST_TIMED * baseline.measurement.samples_per_s * (not history.objective.observed)
             return settings.replace(slowest_samples_per_s=slowest, timeout_s=self.timeout_s(baseline))
         ran = next((trial.outcome for trial in reversed(history.searched) if trial.outcome.ok), None)
         timeout_s = self.timeout_s(ran)
@@ -226,7 +233,7 @@ class Patience:
         begin_s: for set-up and for what only a first step does (compiling, say).
         warmup_s: for what other probes needed before they could be timed; granted once a micro step is done.
         most_s: longest wait for the first steps, or for any later one; never so short that what is ended may be the faster one.
-        front: the Pareto front of what was measured.
+        front: the Pareto front of what was measured; empty where neither speed nor memory decides.
     """
 
     batch_size: int
@@ -316,7 +323,7 @@ def patience_for(
         begin_s=slowest_start * set_up_s + first_s + COMPILING_PATIENCE * setup_s,
         warmup_s=max((grown * found.warmup_s for grown, (_, found, _) in zip(larger, ran, strict=True)), default=0.0),
         most_s=most_s,
-        front=rates_on_front(history.feasible),
+        front=() if history.objective.observed else rates_on_front(history.feasible),
     )
 
 

@@ -150,6 +150,7 @@ def _entrant(search: Search, config: Config, searched: Searched | None) -> Entra
         trial.round: trial.outcome
         for trial in search.history.trials
         if trial.round is not None and trial.round in whole and trial.config == config and trial.feasible
+        if search.history.objective.is_known(trial.outcome)
     }
     probe = search.history.known[config]
     if searched is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autotune.records.config import Config
@@ -41,6 +41,10 @@ class Entrant:
         """Whether it is out."""
         return bool(self.failed) or self.lost_to is not None
 
+    def rounds(self, figure: Callable[[Outcome], float | None]) -> set[int]:
+        """The rounds in which it told a figure."""
+        return {number for number, outcome in self.outcomes.items() if outcome.ok and figure(outcome)}
+
     def told_by(self) -> list[Outcome]:
         """The processes whose figures are told: the undisturbed ones of the play-off, else of the search, else all of the play-off."""
         ran = [outcome for outcome in self.outcomes.values() if outcome.ok]
@@ -76,6 +80,7 @@ class Standing:
         candidate: the answer; where that is the baseline, the best of the others, or None.
         gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
         speedup: the same for the throughput, which is the merit where the objective is the speed of a step.
+        energy: joules a sample of the candidate over the baseline's, with its 95 % interval; None also where they are not known.
         figures: of all who ran. Each speed lies within what its config measured, and `speedup` is a ratio of two of them.
         num_rounds: rounds that were played, those of earlier searches among them.
     """
@@ -85,6 +90,7 @@ class Standing:
     candidate: Entrant | None
     gain: Ratio | None
     speedup: Ratio | None
+    energy: Ratio | None = None
     entrants: tuple[Entrant, ...]
     figures: Mapping[Config, Measured]
     num_rounds: int
@@ -102,6 +108,12 @@ def failure(outcome: Outcome) -> str:
     if outcome.ok:
         return "it needs more than the memory limit less headroom"
     return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
+
+
+def joules_per_sample(outcome: Outcome) -> float | None:
+    """The energy of a sample of an outcome that is `ok`; None where it is not known."""
+    assert outcome.measurement is not None
+    return outcome.measurement.joules_per_sample
 
 
 def samples_per_s(outcome: Outcome) -> float:

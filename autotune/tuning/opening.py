@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.devices import capabilities_of
 from autotune.devices.calibration import arithmetic
 from autotune.devices.slots import Slots, find_slots
 from autotune.errors import ConfigError, StudyError
 from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
 from autotune.records.config import BATCH_KEYS, Choice
-from autotune.records.device import Calibration
+from autotune.records.device import Calibration, Slot
 from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import ONE_DEVICE, ONE_SLOT, SearchOptions
@@ -175,6 +176,7 @@ def open_search(
         with budget.split("import"):
             slots = runner.slots()
             device, free_bytes = slots[0].device, min(slot.device.free_bytes for slot in slots)
+            _require_figure(options, slots)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
             asked = kept.options_to_repeat(options, source)
             if not kept.earlier:  # the cache of a deleted study: how long compiling takes is measured without it
@@ -218,6 +220,22 @@ def _slots_for(options: SearchOptions, runner: Runner | None) -> Slots | None:
             "leave one of them out"
         )
     return find_slots(options.slots, options.device, memory_limit_bytes=options.memory_limit_bytes)
+
+
+def _require_figure(options: SearchOptions, slots: Sequence[Slot]) -> None:
+    """Refuse an objective whose figure cannot be had.
+
+    Raises:
+        ConfigError: there is such a slot, or the figure says nothing of compiling, which the length of the training asks for.
+    """
+    objective = OBJECTIVES[options.objective]
+    if why := next(filter(None, (objective.why_not_on(slot.device) for slot in slots)), ""):
+        raise ConfigError(f"--objective {objective.name}: {why}; or take another objective")
+    length = next((name for name in ("train_steps", "train_epochs") if getattr(options, name) is not None), "")
+    if objective.observed and length:
+        raise ConfigError(
+            f"{length} cannot be given with --objective {objective.name}: what compiling takes is not in its figure; leave one of them out"
+        )
 
 
 def _local_runner(source: TaskSource, options: SearchOptions, place: Place, found: Slots | None) -> Runner:
@@ -316,7 +334,8 @@ def _open_over(
             listener.warn(text)
     if is_asked_for(options.eval, inspection):
         budget.keep_for_evaluation(EVALUATION_SHARE)
-    settings = budget.first_settings(limit_bytes, inspection.known_world, options.seed)
+    least_s = capabilities_of(inspection.device.name).energy_window_s if objective.observed else 0.0
+    settings = budget.first_settings(limit_bytes, inspection.known_world, options.seed, min_timed_s=least_s)
     tracing = trace_for(runner, kept.place.folder, inspection, history, MAX_TRACE_SHARE * budget.budget_s)
     return Search(
         runner=runner,

@@ -19,7 +19,7 @@ from autotune.records.outcome import Kind, Outcome
 from autotune.records.study import PLAY_OFF, Trial
 from autotune.study.figures import ratio_interval, times_as_fast, unrest
 from autotune.study.history import find_excused
-from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, samples_per_s
+from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, joules_per_sample, samples_per_s
 from autotune.tuning.evidence import Evidence, Searched, within_measured
 
 MIN_ROUNDS = 3
@@ -118,21 +118,23 @@ class PlayOff:
         return sum(entrant.wall_s for entrant in self._everyone() if not entrant.dropped)
 
     def evidence(
-        self, figure: Callable[[Outcome], float] | None = None, searched: Mapping[Config, Searched] | None = None
+        self, figure: Callable[[Outcome], float | None] | None = None, searched: Mapping[Config, Searched] | None = None
     ) -> Evidence:
         """What the rounds say of a figure, by default the merit. A process weighs the less, the more it was disturbed.
+
+        A process that does not know the figure counts as if it had not run.
 
         Args:
             searched: what the search found. By default: of the merit what it found of those who play, as far as that counts;
                 of other figures nothing.
         """
-        of = figure or self.objective.merit
+        of: Callable[[Outcome], float | None] = figure or self.objective.merit
         if searched is None:
             searched = {e.config: e.searched for e in self._everyone() if e.searched is not None and figure is None}
         ran = {e.config: {n: o for n, o in e.outcomes.items() if o.ok} for e in self._everyone()}
         is_speed = figure is not None or self.objective.rests_on_speed
         return Evidence(
-            {config: {n: math.log(of(o)) for n, o in by_round.items()} for config, by_round in ran.items()},
+            {c: {n: math.log(known) for n, o in by_round.items() if (known := of(o))} for c, by_round in ran.items()},
             {config: found for config, found in searched.items()},  # noqa: C416 (a mapping of any key)
             {config: {n: unrest(o) for n, o in by_round.items()} for config, by_round in ran.items() if is_speed},
         )
@@ -242,6 +244,8 @@ class PlayOff:
             if outcome.kind is Kind.TIMEOUT:
                 late.append((entrant, run))
                 continue
+            if not self.objective.is_known(outcome):  # as if it had not run
+                continue
             entrant.outcomes[number] = outcome
             if outcome.disturbances:
                 self._disturbed.add(number)
@@ -339,59 +343,81 @@ class PlayOff:
         answer = candidate = self._choose(evidence, [entrant for entrant in ran if not entrant.dropped])
         if base is not None and answer is None:
             answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
-        figures = self._figures(speeds, candidate)
-        gain = speedup = None
+        joules = self.evidence(joules_per_sample)
+        figures = self._figures(speeds, joules, candidate)
+        gain = speedup = energy = None
         if base is not None and candidate is not None:
-            told = figures[candidate.config].samples_per_s / figures[base.config].samples_per_s
-            _, low, high = self._gain(speeds, candidate, base)
-            speedup = told, min(low, told), max(high, told)
+            own, other = figures[candidate.config], figures[base.config]
+            speedup = _about(own.samples_per_s / other.samples_per_s, self._gain(speeds, candidate, base))
             gain = speedup if speeds is evidence else self._gain(evidence, candidate, base)
+            if (
+                own.joules_per_sample
+                and other.joules_per_sample
+                and candidate.rounds(joules_per_sample) & base.rounds(joules_per_sample)
+            ):
+                energy = _about(own.joules_per_sample / other.joules_per_sample, self._gain(joules, candidate, base))
         return Standing(
             answer=answer,
             baseline=base,
             candidate=candidate,
             gain=gain,
             speedup=speedup,
+            energy=energy,
             entrants=tuple(self.entrants),
             figures=figures,
             num_rounds=len(self._all_rounds),
         )
 
-    def _figures(self, speeds: Evidence, candidate: Entrant | None) -> dict[Config, Measured]:
-        """The figures of those who ran, by one estimate: the baseline's speed times the gain that is told of each.
+    def _figures(self, speeds: Evidence, joules: Evidence, candidate: Entrant | None) -> dict[Config, Measured]:
+        """The figures of those who ran."""
+        ran = {entrant.config: entrant for entrant in self._everyone() if any(o.ok for o in entrant.outcomes.values())}
+        figures = {config: entrant.measured() for config, entrant in ran.items()}
+        for config, (speed, interval) in self._told(samples_per_s, speeds, candidate).items():
+            own = times_as_fast(figures[config], speed / figures[config].samples_per_s)
+            figures[config] = replace(own, samples_per_s_ci=interval)
+        for config, (energy, interval) in self._told(joules_per_sample, joules, candidate).items():
+            figures[config] = replace(figures[config], joules_per_sample=energy, joules_per_sample_ci=interval)
+        return figures
+
+    def _told(
+        self, figure: Callable[[Outcome], float | None], evidence: Evidence, candidate: Entrant | None
+    ) -> dict[Config, tuple[float, tuple[float, float]]]:
+        """A figure of those who know it, with its interval, by one estimate: the baseline's own times the gain that is told of each.
 
         Where the baseline does not run, the entrant that played most takes its place. Each figure lies within what was measured
         of its config, see `within_measured`.
         """
-        ran = {entrant.config: entrant for entrant in self._everyone() if any(o.ok for o in entrant.outcomes.values())}
+        logs = {
+            entrant.config: [math.log(known) for o in entrant.told_by() if (known := figure(o))]
+            for entrant in self._everyone()
+            if entrant.rounds(figure)
+        }
+        logs = {config: found for config, found in logs.items() if found}
+        ran = {entrant.config: entrant for entrant in self._everyone() if entrant.config in logs}
         if not ran:
             return {}
-        base = self._base or max(ran.values(), key=lambda entrant: len(entrant.outcomes))
-        logs = {config: [math.log(samples_per_s(o)) for o in entrant.told_by()] for config, entrant in ran.items()}
-        beside = [e for e in ran.values() if e is not base and e.outcomes.keys() & base.outcomes.keys()]
+        most_played = max(ran.values(), key=lambda entrant: len(entrant.rounds(figure)))
+        base = self._base if self._base is not None and self._base.config in ran else most_played
+        beside = [e for e in ran.values() if e is not base and e.rounds(figure) & base.rounds(figure)]
         beside.sort(key=lambda entrant: entrant is not candidate)
-        gains = {entrant.config: speeds.difference(entrant.config, base.config) for entrant in beside}
+        gains = {entrant.config: evidence.difference(entrant.config, base.config) for entrant in beside}
         level, low, high = (math.log(edge) for edge in ratio_interval(logs[base.config]))
         below, above = (math.hypot(edge, NORMAL_95 * base.least_unrest()) for edge in (level - low, high - level))
-        told = within_measured(
+        levels = within_measured(
             {config: (min(found), max(found)) for config, found in logs.items()},
             base.config,
             level,
             {config: gain.mean for config, gain in gains.items()},
         )
-        figures = {config: entrant.measured() for config, entrant in ran.items()}
-        for config, log in told.items():
+        told = {}
+        for config, log in levels.items():
             gain, least, most = (0.0, 0.0, 0.0)
             if config in gains:
                 gain, least, most = (math.log(edge) for edge in gains[config].ratio())
-            speed = math.exp(log)
-            interval = (
-                speed * math.exp(-math.hypot(below, gain - least)),
-                speed * math.exp(math.hypot(above, most - gain)),
-            )
-            own = times_as_fast(figures[config], speed / figures[config].samples_per_s)
-            figures[config] = replace(own, samples_per_s_ci=interval)
-        return figures
+            value = math.exp(log)
+            low, high = (math.exp(side) for side in (-math.hypot(below, gain - least), math.hypot(above, most - gain)))
+            told[config] = value, (value * low, value * high)
+        return told
 
     def _choose(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant | None:
         """The best entrant that may be recommended, or the cheapest of those as good; None for the baseline.
@@ -425,3 +451,9 @@ class PlayOff:
 
         chosen = min(tied, key=cost)
         return None if chosen is base else chosen
+
+
+def _about(told: float, found: Ratio) -> Ratio:
+    """A ratio of two figures that are told, with the interval that was found for it."""
+    _, low, high = found
+    return told, min(low, told), max(high, told)

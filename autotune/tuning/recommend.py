@@ -9,13 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from autotune.devices import capabilities_of
 from autotune.devices.calibration import holds_for
 from autotune.errors import AutotuneError
 from autotune.prediction.time import Roofline
 from autotune.records.config import Config
 from autotune.records.measured import Measured, Rival, front_of
 from autotune.records.outcome import Outcome
-from autotune.records.result import Compiling, Cost, Goal, PlayOffOutcome, Reasons, Result, Subject
+from autotune.records.result import Compiling, Cost, EnergyUse, Goal, Money, PlayOffOutcome, Reasons, Result, Subject
 from autotune.records.scaling import Scaling
 from autotune.records.study import Trial
 from autotune.study.caches import RecheckCache
@@ -40,6 +41,7 @@ AS_FAST = 1.05  # an interval that reaches above leaves open whether there is a 
 DECIDING_WIDTH = 0.1  # of the gain's interval, in logarithms
 MOST_BUDGETS = 10  # times the budget: no larger one is proposed
 ROUNDED_S = 30.0  # to which a proposed budget is rounded up
+MILLION = 1_000_000  # samples, for which the price is told
 NAMED = 6  # so many of the choices that were not tried are named
 
 
@@ -89,10 +91,11 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         return None
     baseline, speedup = _baseline(search, standing, measured, outcomes)
     is_baseline = answer == history.space.baseline
+    played = standing if confirmed is not None else None
     later, num_rechecks = _later(search)
     gain = None if is_baseline or speedup is None else speedup
     told = gain and widen(gain, later)
-    verdict, undecided = verdict_of(search, standing if confirmed is not None else None, speedup, kept=is_baseline)
+    verdict, undecided = verdict_of(search, played, gain_of(search, played, baseline, speedup), kept=is_baseline)
     found = clearance.of_answer(answer)
     unchecked = "" if clearance.is_cleared(answer) else UNCHECKED
     known = Answer(
@@ -133,6 +136,8 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         unchecked=unchecked,
         compiling=_compiling(history, answer, ran_through),
         evaluation=evaluation_of(search, answer),
+        energy=_energy(search, measured, outcomes, None if is_baseline else played, later),
+        money=_money(search, measured, baseline),
         cost=_cost(history.trials, search.budget),
         storage=search.store.place.storage,
         study=search.store.place.study,
@@ -149,6 +154,7 @@ def _goal(search: Search) -> Goal:
         memory_limit_bytes=objective.memory_limit_bytes,
         headroom=objective.headroom,
         objective=objective.name,
+        price=search.options.price,
         train_samples=objective.train_samples,
         asked=dict(search.asked),
     )
@@ -198,6 +204,43 @@ def _compiling(history: History, answer: Config, ran_through: Sequence[Measured]
     return Compiling(compile_cold_s=cold_s or None, break_even_steps=steps, break_even_s=seconds)
 
 
+def _energy(
+    search: Search, answer: Measured, outcomes: Sequence[Outcome], standing: Standing | None, later: float
+) -> EnergyUse:
+    """The energy of the answer, or why it is not known.
+
+    Args:
+        outcomes: the processes behind the answer's figures.
+        standing: None where the answer is the baseline, or was not confirmed.
+        later: as `_later` tells it; what a sample takes of time and of energy differs alike.
+    """
+    if answer.joules_per_sample is None:
+        told = (outcome.measurement.no_energy for outcome in outcomes if outcome.measurement)
+        return EnergyUse(no_energy=search.inspection.device.no_energy or next(filter(None, told), ""))
+    ratio = widen(standing.energy, later) if standing is not None and standing.energy is not None else None
+    return EnergyUse(
+        joules_per_sample=answer.joules_per_sample,
+        joules_per_sample_ci=answer.joules_per_sample_ci,
+        energy_ratio=ratio and ratio[0],
+        energy_ratio_ci=ratio and ratio[1:],
+    )
+
+
+def _money(search: Search, answer: Measured, baseline: Measured | None) -> Money | None:
+    """What a million samples cost; None where no price was given. The processes on a CPU train on one machine."""
+    if (price := search.options.price) is None:
+        return None
+    has_own = capabilities_of(search.inspection.device.name).own_processors
+    num_devices = search.inspection.known_world.size if has_own else 1
+    return Money(
+        num_devices=num_devices,
+        per_million_samples=price.of(MILLION, answer.samples_per_s, num_devices),
+        baseline_per_million_samples=None
+        if baseline is None
+        else price.of(MILLION, baseline.samples_per_s, num_devices),
+    )
+
+
 def _cost(trials: Sequence[Trial], budget: Budget) -> Cost:
     wall_s, spent_s = budget.elapsed_s, budget.spent_s
     return Cost(
@@ -221,7 +264,14 @@ def _rival(standing: Standing | None) -> Rival | None:
     if standing is None or standing.candidate is None or standing.speedup is None:
         return None
     speedup, low, high = standing.speedup
-    return Rival(**vars(standing.figures[standing.candidate.config]), speedup=speedup, speedup_ci=(low, high))
+    energy = standing.energy
+    return Rival(
+        **vars(standing.figures[standing.candidate.config]),
+        speedup=speedup,
+        speedup_ci=(low, high),
+        energy_ratio=energy and energy[0],
+        energy_ratio_ci=energy and (energy[1], energy[2]),
+    )
 
 
 def _finalists(standing: Standing | None) -> tuple[Measured, ...]:
@@ -289,46 +339,64 @@ def _processes(history: History, config: Config, outcome: Outcome) -> list[Outco
     return undisturbed([outcome]) or undisturbed(played) or [outcome]
 
 
-def verdict_of(search: Search, standing: Standing | None, speedup: Ratio | None, *, kept: bool) -> tuple[str, str]:
+def gain_of(
+    search: Search, standing: Standing | None, baseline: Measured | None, speedup: Ratio | None
+) -> Ratio | None:
+    """What the verdict is on: the speed-up, or where something else is observed, by how much less of that is used; None without one.
+
+    Args:
+        standing: None where the answer was not confirmed.
+        baseline: None where it does not run.
+        speedup: of the answer over the baseline, or of the best of the others where that is kept.
+    """
+    if not search.history.objective.observed or baseline is None or standing is None or standing.energy is None:
+        return speedup
+    ratio, low, high = standing.energy
+    return 1 / ratio, 1 / high, 1 / low
+
+
+def verdict_of(search: Search, standing: Standing | None, gain: Ratio | None, *, kept: bool) -> tuple[str, str]:
     """The verdict's word, and for `undecided` what is open and would decide it.
 
     Args:
         standing: None where the answer was not confirmed: then it is not said to be faster or slower.
-        speedup: of the answer over the baseline, or of the best of the others where that is kept; None without one of them.
+        gain: of the answer over the baseline, or of the best of the others where that is kept; None without one of them.
         kept: the answer is the baseline.
     """
+    objective = search.history.objective
+    better, worse = (objective.better, objective.worse) if objective.observed else ("faster", "slower")
     if kept:
-        question = _open_question(search, standing, speedup)
+        question = _open_question(search, standing, gain)
         return "undecided" if question else "same", question
     if standing is None:
         said = [f"{_not_played(search)}, so its figure is from one process"]
-        return "undecided", "; ".join([*said, *_would_do(search, standing, speedup, 0)])
-    if speedup is None:
-        return "faster", ""  # than a baseline that does not run
-    _, low, high = speedup
+        return "undecided", "; ".join([*said, *_would_do(search, standing, gain, 0)])
+    if gain is None:
+        return better, ""  # than a baseline that does not run
+    _, low, high = gain
     if low > 1 or high < 1:
-        return "faster" if low > 1 else "slower", ""
+        return better if low > 1 else worse, ""
     if low >= 1 / AS_FAST and high <= AS_FAST:
         return "same", ""
     said = [f"its interval holds 1 after {plural(standing.num_rounds, 'round')} of the play-off"]
-    return "undecided", "; ".join([*said, *_would_do(search, standing, speedup, 0)])
+    return "undecided", "; ".join([*said, *_would_do(search, standing, gain, 0)])
 
 
-def _open_question(search: Search, standing: Standing | None, speedup: Ratio | None) -> str:
+def _open_question(search: Search, standing: Standing | None, gain: Ratio | None) -> str:
     """Why the evidence is too thin to say that nothing beats the baseline; empty where it is not."""
     history = search.history
     left = [switch for switch, _ in search.untried().left(history)]
     tried = {config for config, outcome in history.known.items() if outcome.ok} - {history.space.baseline}
-    may_be_faster = speedup is not None and speedup[2] > AS_FAST
+    may_be_better = gain is not None and gain[2] > AS_FAST
     not_played = standing is None and any(config in history.feasible for config in tried)
-    if not (may_be_faster or left or not_played):
+    if not (may_be_better or left or not_played):
         return ""
     said = [f"{plural(len(tried), 'config') if tried else 'nothing'} ran beside the baseline"]
     said += [_not_played(search)] if not_played else []
     if left:
         names = ", ".join(f"{name}={choice}" for name, choice in left[:NAMED])
         said.append(f"never run: {names}" + (f" and {len(left) - NAMED} more" if len(left) > NAMED else ""))
-    return "; ".join([*said, *_would_do(search, standing, speedup if may_be_faster else None, len(left))])
+    return "; ".join([*said, *_would_do(search, standing, gain if may_be_better else None, len(left))])
 
 
 def _not_played(search: Search) -> str:
@@ -337,7 +405,7 @@ def _not_played(search: Search) -> str:
     return "no round of the play-off was completed"
 
 
-def _would_do(search: Search, standing: Standing | None, speedup: Ratio | None, num_left: int) -> list[str]:
+def _would_do(search: Search, standing: Standing | None, gain: Ratio | None, num_left: int) -> list[str]:
     """Which budget would decide it: for the choices that were not tried, and for rounds until the interval is narrow enough."""
     budget, probe_s = search.budget, search.budget.expected_probe_s(search.history)
     if search.interrupted():
@@ -347,9 +415,9 @@ def _would_do(search: Search, standing: Standing | None, speedup: Ratio | None, 
     rounds_s = 0.0
     if standing is None:
         rounds_s = 2 * MIN_ROUNDS * probe_s
-    elif speedup is not None:
+    elif gain is not None:
         pair_s = sum(entrant.wall_s for entrant in (standing.baseline, standing.candidate) if entrant is not None)
-        ratio, low, high = speedup
+        ratio, low, high = gain
         width = max(DECIDING_WIDTH, 2 * math.log(ratio))
         more = standing.num_rounds * ((math.log(high / low) / width) ** 2 - 1)
         if standing.num_rounds < MIN_ROUNDS:  # too few to know how much processes differ

@@ -295,7 +295,7 @@ class Search:
         self.budget.add_run(outcome, 1 if flight.alone else self.at_once.width)
         if flight.disturbed is not None:
             self._usual |= {*flight.disturbed.disturbances} & {*outcome.disturbances}
-            outcome = calmer(flight.disturbed, outcome)
+            outcome = self._better_of(flight.disturbed, outcome)
         elif self._is_worth_another(flight, outcome):
             flight.disturbed, flight.hopeless = outcome, None
             flight.alone = flight.alone or outcome.crowded
@@ -319,10 +319,16 @@ class Search:
 
     def _is_worth_another(self, flight: Flight, outcome: Outcome) -> bool:
         """Whether to run a disturbed probe again. In the play-off only a crowded one is: more rounds make up for other trouble."""
-        disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and {*outcome.disturbances} - self._usual)
+        trouble = {*outcome.disturbances} - self._usual or not self.history.objective.is_known(outcome)
+        disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and trouble)
         return (
             bool(disturbed) and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
         )
+
+    def _better_of(self, first: Outcome, second: Outcome) -> Outcome:
+        """Of two probes of one config the one that tells the objective's figure, or else the less disturbed one."""
+        known = [outcome for outcome in (first, second) if outcome.ok and self.history.objective.is_known(outcome)]
+        return known[0] if len(known) == 1 else calmer(first, second)
 
     def _end(self, flight: Flight, outcome: Outcome) -> Trial | None:
         proposal = flight.proposal

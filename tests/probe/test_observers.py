@@ -1,3 +1,4 @@
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,9 @@ MIB = 2**20
 class Told(CpuDevice):
     """A device that tells what it is given."""
 
-    def __init__(self, *, held_share=0.0, slow_blocks=(), grows_bytes=0):
+    def __init__(self, *, held_share=0.0, slow_blocks=(), grows_bytes=0, power_w=None, others=0.0):
         super().__init__()
+        self.power_w, self.others, self.began_s = power_w, others, 0.0
         self.held_share, self.slow_blocks, self.grows_bytes = held_share, slow_blocks, grows_bytes
         self.block = -1
 
@@ -28,14 +30,25 @@ class Told(CpuDevice):
         self.block += 1
         return ("temperature",) if self.block in self.slow_blocks else ()
 
+    def start_measuring(self):
+        super().start_measuring()
+        self.began_s = time.monotonic()
+
+    def energy_j(self):
+        return {} if self.power_w is None else {"counter": self.power_w * (time.monotonic() - self.began_s)}
+
+    def own_work(self):
+        return 1 - self.others
+
     def current_bytes(self):
         return 2**30 + self.block * self.grows_bytes
 
 
-def observed(device, world=ALONE, num_blocks=6, **changes):
+def observed(device, world=ALONE, num_blocks=6, block_s=0.0):
     observers = Observers(device, world)
     observers.start()
     for step in range(num_blocks):
+        time.sleep(block_s)
         observers.sample(step)
     observers.end()
     return observers.stop(MEASURED)
@@ -72,6 +85,18 @@ def test_instruments_memory_and_its_growth_are_in_the_measurement():
     assert {"load_1m", "used_bytes"} <= found.telemetry.keys() and "vm_data_bytes" in found.memory
     assert found.growth_bytes_per_step == pytest.approx(2 * MIB)
     assert observed(CpuDevice()).growth_bytes_per_step == 0 == growth_per_step([])
+
+
+def test_the_energy_of_a_sample_is_the_power_over_the_throughput():
+    found = observed(Told(power_w=50.0), block_s=0.02)
+    assert found.joules_per_sample == pytest.approx(0.5, rel=0.1) and found.no_energy == ""
+
+
+def test_energy_is_told_only_of_a_process_that_is_alone_and_was_timed_long_enough():
+    assert observed(Told(power_w=50.0, others=0.3), block_s=0.02).no_energy.startswith("others did 30% of the work")
+    assert "needs 100 ms of timing" in observed(Told(power_w=50.0)).no_energy
+    assert observed(Told()).no_energy  # nothing counts it, and why is said
+    assert observed(Told(power_w=50.0)).joules_per_sample is None
 
 
 def test_what_is_cut_short_is_not_said_to_be_disturbed():

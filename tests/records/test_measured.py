@@ -33,6 +33,11 @@ def test_it_agrees_with_the_definition_on_random_points() -> None:
         assert front == sorted(unbeaten)
 
 
+def test_with_three_axes_a_slower_one_that_takes_less_energy_is_not_beaten() -> None:
+    points = [(1.0, 10.0, 5.0), (1.0, 8.0, 3.0), (2.0, 9.0, 4.0), (2.0, 8.0, 3.0), (3.0, 11.0, 9.0)]
+    assert pareto_front(points, lambda point: point) == [points[0], points[1], points[2], points[4]]
+
+
 def logs(**figures):
     return {name: {n: math.log(value) for n, value in values.items()} for name, values in figures.items()}
 

@@ -36,12 +36,26 @@ def test_balanced_takes_half_the_memory_for_less_than_a_1_4_times_slower_run():
     assert objective("balanced").score(ok(60, 250)) < objective("balanced").score(ok(100, 500))
 
 
-@pytest.mark.parametrize("name", ["throughput", "memory", "balanced"])
+@pytest.mark.parametrize("name", ["throughput", "memory", "balanced", "energy"])
 def test_merit_is_positive_and_orders_as_the_score_does(name):
-    one, other = ok(100, 400), ok(130, 600)
+    one, other = ok(100, 400, joules_per_sample=3.0), ok(130, 600, joules_per_sample=4.0)
     chosen = objective(name)
     assert chosen.merit(one) > 0
     assert (chosen.merit(one) > chosen.merit(other)) == (chosen.score(one) > chosen.score(other))
+
+
+def test_energy_prefers_fewer_joules_however_slow() -> None:
+    assert objective("energy").score(ok(50, joules_per_sample=2.0)) > objective("energy").score(
+        ok(100, joules_per_sample=3.0)
+    )
+
+
+def test_what_was_not_observed_is_not_recommended_and_says_nothing_in_the_play_off() -> None:
+    chosen = objective("energy")
+    assert not chosen.is_known(ok()) and not chosen.feasible(ok())
+    assert chosen.score(ok()) == chosen.worst()
+    assert chosen.in_play_off().feasible(ok())
+    assert chosen.feasible(ok(joules_per_sample=2.0)) and objective().feasible(ok())
 
 
 def test_what_uses_the_headroom_is_not_feasible():

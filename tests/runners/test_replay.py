@@ -95,7 +95,8 @@ def test_the_space_of_a_recorded_study_is_what_was_swept(path: Path) -> None:
     space, notes = build_space(found, find_techniques())
     swept = table.read(path, find_techniques())
     assert set(space) == set(swept.figures) and notes == []
-    assert found.device == swept.header.device_info()
+    assert found.device == replace(swept.header.device_info(), no_energy=swept.no_energy)
+    assert "holds no energy" in swept.no_energy  # it was recorded before that was measured
     assert swept.header.baseline.items() <= found.baseline.items()  # a technique that is younger than the table is off
 
 

@@ -84,6 +84,29 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert (measured.samples_per_s, measured.peak_bytes, measured.step_s) == (100.0, 10**9, 0.48)
 
 
+def test_energy_comes_back_and_a_table_that_lacks_some_says_so(tmp_path: Path) -> None:
+    counted = ok(config(), 100.0)
+    assert counted.measurement is not None
+    counted = replace(counted, measurement=replace(counted.measurement, joules_per_sample=1.25))
+    path = written(tmp_path, Row(config=config(), repeat=0, outcome=counted))
+    found = table.read(path, find_techniques())
+    assert found.rows[0].outcome.measurement is not None
+    assert (found.rows[0].outcome.measurement.joules_per_sample, found.no_energy) == (1.25, "")
+    table.append(path, HEADER, Row(config=config(amp="bf16"), repeat=0, outcome=ok(config(amp="bf16"), 90.0)))
+    assert "holds no energy of 1 of its configs; record it again" in table.read(path, find_techniques()).no_energy
+
+
+def test_an_older_table_without_energy_is_read_and_added_to(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace(",joules_per_sample", ""))
+    counted = ok(config(), 100.0)
+    assert counted.measurement is not None
+    counted = replace(counted, measurement=replace(counted.measurement, joules_per_sample=1.25))
+    table.append(path, HEADER, Row(config=config(), repeat=0, outcome=counted))
+    found = table.read(path, find_techniques()).rows[0].outcome.measurement
+    assert found is not None and (found.samples_per_s, found.joules_per_sample) == (100.0, None)
+
+
 def test_the_bound_that_a_killed_probe_left_comes_back(tmp_path: Path) -> None:
     bound = Bound(samples_per_s_high=12.5, peak_bytes_low=7)
     killed = Outcome(kind=Kind.TIMEOUT, cause="killed after 60 s", wall_s=60.0, train_s=50.0, bound=bound)
