@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,6 +172,20 @@ def gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, value)
     return found
+
+
+def take_from_first(value: Any = None) -> Any:
+    """The value of the first process of the group, which the others wait for; theirs are ignored. It travels pickled."""
+    found = [value]
+    distributed.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def deal(values: Sequence[Any] | None = None) -> Any:
+    """This process's one of the values that the first process has, one for each of the group; they travel pickled."""
+    found: list[Any] = [None]
+    distributed.scatter_object_list(found, values, 0)  # type: ignore[arg-type]
+    return found[0]
 
 
 def sum_over(values: torch.Tensor) -> torch.Tensor:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 
 from autotune.coupling.draws import RandomDraws
 from autotune.devices import Device, open_device
-from autotune.devices.torch_errors import attempted_bytes
-from autotune.group import gather
-from autotune.probe.runs import SEED, Difference, Runs, Values, difference, worst
+from autotune.group import deal, take_from_first
+from autotune.probe.differences import Difference, Values, difference, worst
+from autotune.probe.runs import SEED, Runs, deal_parts
 from autotune.randomness import keep_randomness, seed_everything
 from autotune.records.check import Check
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice, Config, World
@@ -22,7 +21,6 @@ from autotune.task.batches import CannotCutError
 from autotune.techniques import Techniques, find_techniques
 from autotune.techniques.base import MANTISSA_BITS
 
-T = TypeVar("T")
 EXACT_ERROR = 1e-5  # relative error that reordering sums in fp32 causes
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise
 REDUCED_COSINE = 0.999
@@ -65,8 +63,13 @@ def run_checks(
             where the task can cut a batch.
         device: where to compare; process-wide settings and random states are restored.
         batch_size: samples to compare on; in a world a multiple of the number of processes, of twice that if it accumulates.
-        world: the processes that train with the config, each on its part of the samples, compared with one that trains plainly on all.
-            If the model normalises over a batch, they are compared with plain copies on the same parts, which normalise alike.
+        world: the processes that train with the config, each on its part of the samples, compared with the first of them, which
+            trains plainly on all. If the model normalises over a batch, they are compared with plain copies on the same parts, which
+            normalise alike. The first one alone makes the samples, runs plainly and holds whole copies; the others wait for it, as
+            long as the process group does.
+
+    Returns:
+        What was found, in all processes of the world.
 
     Raises:
         UnsupportedError: the config cannot be applied to the model on the device.
@@ -76,7 +79,16 @@ def run_checks(
     techniques = find_techniques()
     config = techniques.complete(config)
     task = techniques.narrow_task(task, config)  # what is trained is not compared: plain fp32 is to train the same
-    return _Comparison(task, config.replace(**techniques.trained({})), device, batch_size, techniques, world).check()
+    task = dataclasses.replace(task, global_batch=None)  # one small batch is compared, not the global one
+    device = open_device(device) if isinstance(device, str) else device
+    with keep_randomness(device.torch_device):
+        if world.rank > 0:
+            others = Runs(task, device, None, deal(), techniques, num_steps=1, same_masks=False, world=world)
+            check: Check = others.take_part()
+            return check
+        config = config.replace(**techniques.trained({}))
+        check = _Comparison(task, config, device, batch_size, techniques, world).check()
+        return check if world.size == 1 else take_from_first(check)
 
 
 class _Comparison:
@@ -86,13 +98,13 @@ class _Comparison:
         self,
         task: Task,
         config: Config,
-        device: str | Device,
+        device: Device,
         batch_size: int,
         techniques: Techniques,
         world: World,
     ) -> None:
-        self.task = dataclasses.replace(task, global_batch=None)  # one small batch is compared, not the global one
-        self.device = open_device(device) if isinstance(device, str) else device
+        self.task = task
+        self.device = device
         self.batch_size = batch_size
         self.techniques = techniques
         self.world = world
@@ -115,44 +127,36 @@ class _Comparison:
         self.plain = techniques.complete({BATCH_SIZE: batch_size})
         self.notes: list[str] = []  # what the user should know besides
 
-    def _same(self, found: T) -> T:
-        """What rank 0 has found, for all ranks: it decides what is run next, and all ranks have to take part in that."""
-        return found if self.world.size == 1 else gather(found)[0]
-
     def check(self) -> Check:
         """Run everything and judge."""
-        with keep_randomness(self.device.torch_device):
-            seed_everything(SEED)
-            batch = self._same(self.task.batch(self.batch_size))
-            runs = Runs(
-                self.task,
-                self.device,
-                batch,
-                self.batch_size,
-                self.techniques,
-                self.num_steps,
-                self.same_masks,
-                self.world,
-            )
-            plain = runs.run(self.plain)
-            noise = self._same(
-                worst(
-                    difference(plain, runs.run(self.plain)),
-                    difference(plain, runs.run(self.plain, prepare_model=_move_by_one_ulp)),
-                )
-            )
-            if runs.batch_statistics and self.world.size > 1 and not self.changes_learning:
-                plain = runs.run(self.plain, together=True)
-            candidate = runs.run(self.config, together=True)
-            found = self._same(difference(plain, candidate))
-            complaints, noise, undecided = self._judge(runs, plain, found, noise)
-            cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
+        seed_everything(SEED)
+        batch = self.task.batch(self.batch_size)
+        part = deal_parts(self.task, batch, self.batch_size, self.world)
+        options = (self.techniques, self.num_steps, self.same_masks, self.world)
+        runs = Runs(self.task, self.device, batch, part, *options)
+        plain = runs.run(self.plain)
+        noise = worst(
+            difference(plain, runs.run(self.plain)),
+            difference(plain, runs.run(self.plain, prepare_model=_move_by_one_ulp)),
+        )
+        as_copies = runs.batch_statistics and self.world.size > 1 and not self.changes_learning
+        if as_copies:
+            plain = runs.run(self.plain, together=True)
+        candidate = runs.run(self.config, together=True)
+        found = difference(plain, candidate)
+        complaints, noise, undecided = self._judge(runs, plain, found, noise)
+        cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
         notes = self.notes
         names_equal = plain.names == candidate.names
         if self.micro_steps < self.asked_steps:
             notes.append("accumulation is not compared: only the task itself can make smaller batches")
         if not names_equal:
             complaints.append("the names of parameters or the keys of the state dict changed")
+        if self.world.size > 1:
+            others = (
+                "plain copies on the same parts, as the model normalises over a batch" if as_copies else "one process"
+            )
+            notes.append(f"{self.world.size} processes on {self.batch_size} samples were compared with {others}")
         if self.num_steps > 1:
             notes.append(
                 f"parameters after {self.num_steps} steps differ by {found.movement:.1e} of how far they moved"
@@ -172,6 +176,7 @@ class _Comparison:
             names_equal=names_equal,
             noise=noise.gradient,
             passed=None if undecided and names_equal else not complaints,
+            num_samples=self.batch_size,
             cause=cause,
             reason="; ".join([*complaints, *notes]),
         )
@@ -188,7 +193,7 @@ class _Comparison:
         complaints = self.complaints(found, noise)
         if complaints and not self.same_masks:  # the effect of other random draws is the model's own noise
             draws = RandomDraws()
-            others = self._same(difference(plain, runs.run(self.plain, seed=SEED + 1, draws=draws)))
+            others = difference(plain, runs.run(self.plain, seed=SEED + 1, draws=draws))
             if draws.seen or self.micro_steps > 1:
                 noise = worst(noise, others)
                 complaints = self.complaints(found, noise)
@@ -204,7 +209,7 @@ class _Comparison:
                 f"in double precision it differs by {error:.1e}"
             )
         elif complaints and not self.exact:
-            rounded = self._same(difference(plain, runs.run(self.plain, prepare_model=self.round_parameters)))
+            rounded = difference(plain, runs.run(self.plain, prepare_model=self.round_parameters))
             complaints = self.complaints(found, noise, rounded)
             undecided = not complaints and not (found.gradient <= TELLING_ERROR and found.cosine >= TELLING_COSINE)
             notes.append(
@@ -220,8 +225,8 @@ class _Comparison:
         reference = plain
         if self.micro_steps > 1:
             reference = runs.run(self.plain.replace(**{name: self.config[name] for name in BATCH_KEYS}))
-            rest = self.complaints(self._same(difference(reference, candidate)), noise)
-            if not rest or self.complaints(self._same(difference(plain, reference)), noise):
+            rest = self.complaints(difference(reference, candidate), noise)
+            if not rest or self.complaints(difference(plain, reference), noise):
                 yield ACCUMULATION
             if not rest:
                 return
@@ -230,7 +235,7 @@ class _Comparison:
         exact = [name for name in names if self.techniques[name].exact]
         if reduced and exact:
             off = {name: self.techniques[name].off for name in exact}
-            alone = self._same(difference(reference, runs.run(self.config.replace(**off), together=True)))
+            alone = difference(reference, runs.run(self.config.replace(**off), together=True))
             names = reduced if self.complaints(alone, noise) else exact
         yield from names
 
@@ -253,9 +258,9 @@ class _Comparison:
         """
         double = runs.in_double()
         try:
-            found = self._same(difference(double.run(self.plain), double.run(self.config, together=True)))
-        except RuntimeError as error:  # user code makes fp32 tensors, an operator has no double kernel, memory ran out
-            if self.device.is_out_of_memory(error) and self.device.is_crowded(attempted_bytes(error)):
+            found = difference(double.run(self.plain), double.run(self.config, together=True))
+        except RuntimeError as error:
+            if not double.runs_not(error):
                 raise
             return math.inf
         errors = (found.loss, found.gradient, found.buffers, found.movement)

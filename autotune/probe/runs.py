@@ -1,12 +1,15 @@
-"""Runs a few optimizer steps with each of several configs, from the same weights on the same samples, and tells how they differ."""
+"""Runs a few optimizer steps with each of several configs, from the same weights on the same samples.
+
+Of the processes of a world the first alone runs plainly, and holds whole copies. The others wait for what it asks them to take part in
+(`Runs.take_part`), and send it what they hold, one tensor after the other.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.coupling.draws import RandomDraws, dropout_off
 from autotune.devices import Device
-from autotune.group import shard_types
+from autotune.devices.torch_errors import attempted_bytes
+from autotune.group import deal, shard_types, take_from_first
+from autotune.probe.differences import Tensors, Values
 from autotune.randomness import seed_everything
 from autotune.records.config import ALONE, Config, World
 from autotune.recovery import RAISE
@@ -32,18 +37,19 @@ NUM_VALUES = 64  # behind each batch statistic; a statistic of fewer values make
 _SHARDS = shard_types()
 _MOST_SCALE_REDUCTIONS = 24  # GradScaler's 65536 halved to below 1e-2
 
-Tensors = list[torch.Tensor]
-
 
 @dataclasses.dataclass(frozen=True)
-class Values:
-    """What one session computed, on the host."""
+class Order:
+    """What the first process of a world asks the others to run with it.
 
-    loss: float
-    gradients: Tensors
-    buffers: list[Tensors]  # per module
-    movement: Tensors  # how the parameters moved in all steps; empty when only one was taken
-    names: list[Any]
+    Attributes:
+        initial: parameters and buffers as `meta` tensors, which tell their shapes alone.
+    """
+
+    config: Config
+    num_steps: int
+    in_double: bool
+    initial: tuple[Tensors, Tensors]
 
 
 @dataclasses.dataclass
@@ -51,22 +57,25 @@ class Runs:
     """Runs one session after another, so that the device holds one at a time.
 
     Attributes:
+        batch: the samples, of which a process of a world that is not the first has none.
+        part: of them, what this process trains on where the world trains together.
         techniques: the techniques whose settings are restored after each run.
         num_steps: optimizer steps per run.
         same_masks: whether dropout is on, with the same masks; otherwise it is the identity.
-        world: the processes that may run a config together, each on its part of the batch; the same code runs in all of them.
+        world: the processes that may run a config together.
         batch_statistics: whether the latest run's model normalises over the samples of a micro batch.
     """
 
     task: Task
     device: Device
     batch: Any
-    num_samples: int
+    part: Any
     techniques: Techniques
     num_steps: int
     same_masks: bool
     world: World = ALONE
     batch_statistics: bool = False
+    is_double: bool = False
     _initial: tuple[Tensors, Tensors] | None = None  # parameters and buffers, on the host
 
     def in_double(self) -> Runs:
@@ -77,7 +86,31 @@ class Runs:
 
         build_model = self.task.build_model
         task = dataclasses.replace(self.task, build_model=lambda *variant: build_model(*variant).double())
-        return dataclasses.replace(self, task=task, batch=map_tensors(double, self.batch))
+        batch, part = (map_tensors(double, samples) for samples in (self.batch, self.part))
+        return dataclasses.replace(self, task=task, batch=batch, part=part, is_double=True)
+
+    def runs_not(self, error: RuntimeError) -> bool:
+        """Whether a failure says that the model does not run in double precision.
+
+        User code makes fp32 tensors, an operator has no double kernel, or memory ran out that others do not hold.
+        """
+        ran_out = self.device.is_out_of_memory(error) and self.device.is_crowded(attempted_bytes(error))
+        return self.is_double and not ran_out
+
+    def take_part(self) -> Any:
+        """Run what the first process asks for, in any other, until it tells its result, which is returned.
+
+        It may take long between two runs, in which it runs plainly: the group has to wait as long as the whole comparison may take.
+        """
+        while isinstance(order := take_from_first(), Order):
+            runs = self.in_double() if order.in_double else self
+            runs = dataclasses.replace(runs, num_steps=order.num_steps, _initial=order.initial)
+            try:
+                runs.run(order.config, together=True)
+            except RuntimeError as error:  # in the first one, too
+                if not runs.runs_not(error):
+                    raise
+        return order
 
     def run(
         self,
@@ -91,11 +124,15 @@ class Runs:
         """Take `num_steps` optimizer steps, watched by `draws`, and return the results on the host. Nothing stays on the device.
 
         Args:
-            together: whether the processes of the world train together; else each trains alone.
+            together: whether the processes of the world train together; else this one trains alone. The others have no results.
         """
+        world = self.world if together else ALONE
+        if world.size > 1 and world.rank == 0:
+            assert self._initial is not None
+            parameters, buffers = ([tensor.to("meta") for tensor in tensors] for tensors in self._initial)
+            take_from_first(Order(config, self.num_steps, self.is_double, (parameters, buffers)))
         try:
             with self.techniques.keep_settings(), exact_convolutions():
-                world = self.world if together else ALONE
                 return self._run(config, seed, prepare_model, draws or contextlib.nullcontext(), world)
         finally:
             self.device.give_back()
@@ -109,34 +146,35 @@ class Runs:
         world: World,
     ) -> Values:
         seed_everything(SEED)
-        batch = _part(self.task, self.batch, self.num_samples, world)
+        batch = self.batch if world.size == 1 else self.part
         session = prepare(self.task, config, device=self.device, on_oom=RAISE, world=world)
         model = session.model
         self.batch_statistics = uses_batch_statistics(model)
         if self._initial is None:
-            self._initial = [_host(p) for p in model.parameters()], [_host(b) for b in model.buffers()]
+            self._initial = _copies(model.parameters(), world), _copies(model.buffers(), world)
         with contextlib.nullcontext() if self.same_masks else dropout_off(model), watching:
             for _ in range(_MOST_SCALE_REDUCTIONS):
                 self._reset(model, world)
                 if prepare_model is not None:
                     prepare_model(model)
-                start = [_host(p) for p in model.parameters()] if self.num_steps > 1 else []
+                start = _copies(model.parameters(), world) if self.num_steps > 1 else []
                 seed_everything(seed)
                 with _gradients(session, world) as gradients:
                     loss = float(session.accumulate(fresh_copy(batch)))
                 session.update()
                 # GradScaler starts too high on purpose and skips steps, halving its scale, until nothing overflows.
-                if session.scaler is None or all(bool(g.isfinite().all()) for g in gradients):
+                if session.scaler is None or _are_finite(gradients, world):
                     break
-            buffers = [[_host(b) for b in module.buffers(recurse=False)] for module in model.modules()]
+            buffers = [_copies(module.buffers(recurse=False), world) for module in model.modules()]
             for _ in range(self.num_steps - 1):
                 session.step(fresh_copy(batch))  # models change their input in place
         names = [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+        moved = model.parameters() if self.num_steps > 1 else ()
         return Values(
             loss=loss,
             gradients=gradients,
             buffers=buffers,
-            movement=[_host(p).sub_(before) for p, before in zip(model.parameters(), start, strict=False)],
+            movement=[now.sub_(before) for now, before in zip(_copies(moved, world), start, strict=True)],
             names=[names, list(model.state_dict())],
         )
 
@@ -145,10 +183,14 @@ class Runs:
         with torch.no_grad():
             for tensors, initial in zip((model.parameters(), model.buffers()), self._initial, strict=True):
                 for tensor, value in zip(tensors, initial, strict=False):  # check N finds it if their number differs
-                    if tensor.shape == value.shape:
+                    if tensor.shape != value.shape:
+                        continue
+                    if isinstance(tensor, _SHARDS):
                         tensor.copy_(_spread_as(tensor, value))
-                        if world.size > 1 and not isinstance(tensor, _SHARDS):
-                            distributed.broadcast(tensor, 0)
+                    elif world.rank == 0:
+                        tensor.copy_(value)
+                    if world.size > 1 and not isinstance(tensor, _SHARDS):
+                        distributed.broadcast(tensor, 0)
 
 
 @contextlib.contextmanager
@@ -160,45 +202,82 @@ def _gradients(session: Session, world: World) -> Iterator[Tensors]:
     """
     scale = 1.0 if session.scaler is None else session.scaler.get_scale()
     parameters = [parameter for parameter in session.model.parameters() if parameter.requires_grad]
-    gradients = [_host(torch.zeros_like(parameter)) for parameter in parameters]
+    gradients: Tensors = []
+    if world.size > 1:
+        yield gradients
+        found = (torch.zeros_like(p) if p.grad is None else _dense(p.grad) for p in parameters)
+        gradients += [gradient.div_(scale) for gradient in _copies(found, world)]
+        return
+    gradients += [_host(torch.zeros_like(parameter)) for parameter in parameters]
 
     def add(number: int, found: torch.Tensor) -> None:
-        gradients[number] += _host(found.to_dense() if found.is_sparse else found).div_(scale)
+        gradients[number] += _host(_dense(found)).div_(scale)
 
     with contextlib.ExitStack() as stack:
         for number, parameter in enumerate(parameters):
-            if world.size == 1:
-                stack.callback(parameter.register_hook(partial(add, number)).remove)
+            stack.callback(parameter.register_hook(partial(add, number)).remove)
         yield gradients
-    if world.size > 1:
-        for number, parameter in enumerate(parameters):
-            if parameter.grad is not None:
-                add(number, parameter.grad)
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _are_finite(gradients: Tensors, world: World) -> bool:
+    """Whether all gradients are finite, as the first process of the world sees it, which has them."""
+    finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+    return finite if world.size == 1 else bool(take_from_first(finite))
+
+
+def _copies(tensors: Iterable[torch.Tensor], world: World) -> Tensors:
+    """Copies of whole tensors on the host, in the first process of the world; none in the others.
+
+    Shards are put together one tensor after the other, so that no more than one is on its way: training itself gathers a whole
+    block at a time.
+    """
+    copies = []
+    for tensor in tensors:
+        if world.rank == 0:
+            copies.append(_host(tensor))
+        else:
+            _whole(tensor)  # of a shard, all have to take part in that
+    return copies
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host in the default memory layout; floating tensors become at least fp32."""
-    tensor = tensor.detach()
-    if isinstance(tensor, _SHARDS):
-        tensor = tensor.full_tensor()
+    tensor = _whole(tensor)
     dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     return tensor.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _spread_as(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value, sharded as the tensor is; unchanged where the tensor is not sharded."""
-    if not isinstance(tensor, _SHARDS):
-        return value
-    from torch.distributed.tensor import distribute_tensor
+def deal_parts(task: Task, batch: Any, num_samples: int, world: World) -> Any:
+    """The first process's part of a batch, which it has; each of the others takes its own by `deal()`.
 
-    return distribute_tensor(value.to(tensor.device, tensor.dtype), tensor.device_mesh, tensor.placements)
+    Args:
+        num_samples: in the batch; a multiple of the number of processes.
 
-
-def _part(task: Task, batch: Any, num_samples: int, world: World) -> Any:
-    """This process's part of a batch. Raises CannotCutError."""
+    Raises:
+        CannotCutError: there are others, and the batch cannot be cut.
+    """
     if world.size == 1:
         return batch
-    return split(batch, task.cuts(), num_samples // world.size)[world.rank]
+    return deal([fresh_copy(part) for part in split(batch, task.cuts(), num_samples // world.size)])
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph, put together where each process holds a shard of it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, _SHARDS) else tensor
+
+
+def _spread_as(tensor: Any, value: torch.Tensor) -> torch.Tensor:
+    """The first process's value, sharded as the tensor is. The others know its shape alone, from a `meta` tensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if value.is_meta:
+        value = torch.empty_like(value, device=tensor.device)
+    return distribute_tensor(value.to(tensor.device, tensor.dtype), tensor.device_mesh, tensor.placements)
 
 
 @contextlib.contextmanager
@@ -243,71 +322,3 @@ def enough_samples(task: Task, device: Device, most: int) -> int:
         task.loss(model, to_device(task.batch(FEWEST_SAMPLES), device.torch_device))
         return min(most, FEWEST_SAMPLES * math.ceil(NUM_VALUES / min(seen))) if seen else most
     return most
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """Relative differences between two runs."""
-
-    loss: float
-    gradient: float
-    cosine: float
-    size: float  # of the gradient's norm
-    buffers: float
-    movement: float
-
-
-def difference(plain: Values, other: Values) -> Difference:
-    """`other` relative to `plain`. Values that are not finite give NaN or infinity."""
-    gradient, cosine, size = _relative(plain.gradients, other.gradients)
-    return Difference(
-        loss=abs(other.loss - plain.loss) / max(abs(plain.loss), sys.float_info.min),
-        gradient=gradient,
-        cosine=cosine,
-        size=size,
-        buffers=_buffer_error(plain.buffers, other.buffers),
-        movement=_relative(plain.movement, other.movement)[0],
-    )
-
-
-def worst(*differences: Difference) -> Difference:
-    """The largest error of each kind, and the smallest cosine. Noise that is not finite is ignored."""
-
-    def largest(name: str) -> float:
-        return max(filter(math.isfinite, (getattr(one, name) for one in differences)), default=0.0)
-
-    names = [field.name for field in dataclasses.fields(Difference) if field.name != "cosine"]
-    return Difference(cosine=min(one.cosine for one in differences), **{name: largest(name) for name in names})
-
-
-def _buffer_error(plain: list[Tensors], other: list[Tensors]) -> float:
-    """The largest relative error of any module: its floating buffers taken together, and its counters and indices."""
-    if len(plain) != len(other):
-        return math.inf
-    errors = [0.0]
-    for ours, theirs in zip(plain, other, strict=True):
-        for floating in (True, False):
-            kind = [[b.double() for b in side if b.is_floating_point() is floating] for side in (ours, theirs)]
-            errors.append(_relative(*kind)[0])
-    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-
-
-def _relative(plain: Tensors, other: Tensors) -> tuple[float, float, float]:
-    """|other - plain| / |plain| over all tensors, the cosine between them, and ||other| - |plain|| / |plain|.
-
-    Summed in double precision.
-    """
-    if [p.shape for p in plain] != [o.shape for o in other]:
-        return math.inf, 0.0, math.inf
-    pairs = list(zip(plain, other, strict=True))
-    distance = math.sqrt(sum(_dot(o - p, o - p) for p, o in pairs))
-    norm = math.sqrt(sum(_dot(p, p) for p in plain))
-    other_norm = math.sqrt(sum(_dot(o, o) for o in other))
-    if norm == 0 or other_norm == 0:
-        return (0.0, 1.0, 0.0) if distance == 0 else (math.inf, 0.0, math.inf)
-    cosine = sum(_dot(p, o) for p, o in pairs) / (norm * other_norm)
-    return distance / norm, cosine, abs(other_norm - norm) / norm
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float(torch.dot(a.double().flatten(), b.double().flatten()))

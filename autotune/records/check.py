@@ -24,6 +24,7 @@ class Check(Record):
     noise: float  # relative gradient difference between plain runs: repeated, or with all parameters moved by one ulp
     passed: bool | None  # None: the model magnifies rounding so far that the comparison says little
     reason: str = ""
+    num_samples: int = 0  # that were compared, by all processes together; 0 in a check of an older version
     cause: tuple[
         str, ...
     ] = ()  # keys of the config that made it fail; `accumulation_steps` where cutting the batch did

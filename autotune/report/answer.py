@@ -495,6 +495,7 @@ def _checked(check: Check, techniques: Techniques) -> str:
 def _check(check: Check, techniques: Techniques) -> tuple[Cell, ...]:
     bound = "exact" if check.exact else "reduced precision"
     because = f"because of {', '.join(check.cause)}" if check.cause else f"as {bound}"
+    on = f" on {plural(check.num_samples, 'sample')}" if check.num_samples else ""
     names = "" if check.names_equal else ", parameter names changed"
     failed = Span("FAILED", Tone.FAILED) if check.passed is False else Span("undecided", Tone.WARNING)
     passed = Span("passed", Tone.GOOD) if check.passed else failed
@@ -504,7 +505,7 @@ def _check(check: Check, techniques: Techniques) -> tuple[Cell, ...]:
         f"{check.gradient_cosine:.6f}",
         f"{check.loss_error:.1e}",
         f"{check.buffer_error:.1e}",
-        (passed, f" {because}, {_checked(check, techniques)}{names}", noise),
+        (passed, f" {because}, {_checked(check, techniques)}{on}{names}", noise),
     )
 
 

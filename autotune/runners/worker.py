@@ -307,9 +307,12 @@ def _check(task: Task, arguments: dict[str, Any], report: Report) -> dict[str, A
         settings = ProbeSettings.from_dict(arguments["settings"])
         world = settings.world
         _join_others(arguments, device, settings)
-        size = enough_samples(task, device, arguments["batch_size"])
+        size = arguments["batch_size"]
+        if world.rank == 0:  # it makes the samples for all of them
+            size = enough_samples(task, device, size)
         if world.size > 1:
-            size = round_up(size, 2 * world.size)
+            num_parts = world.size * min(2, arguments["config"]["accumulation_steps"])
+            size = round_up(size, num_parts)
         return {"check": run_checks(task, arguments["config"], device, batch_size=size, world=world).to_dict()}
     except BaseException as error:
         return {"outcome": outcome_of_failure(error, device, "checks").to_dict()}

@@ -208,7 +208,7 @@ class Clearance:
             limited = settings.replace(memory_limit_bytes=limit_bytes)
             return search.runner.run(CheckJob(config=config, settings=limited, batch_size=size))
 
-        least = 2 if CUT in changes else 1
+        least = search.settings.world.size * (2 if CUT in changes else 1)
         started_s = budget.elapsed_s
         try:
             with budget.split("checks"):

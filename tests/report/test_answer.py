@@ -240,6 +240,11 @@ def test_a_failed_check_is_marked_with_its_cause(result: Result) -> None:
     assert "FAILED because of accumulation_steps, whole config" in _flat(text_of(replace(result, checks=(failed,))))
 
 
+def test_it_is_said_on_how_many_samples_a_check_was_made(result: Result) -> None:
+    small = replace(result.checks[0], num_samples=2)
+    assert "passed as reduced precision, whole config on 2 samples" in _flat(text_of(replace(result, checks=(small,))))
+
+
 def test_a_failed_check_is_marked_with_its_reason(result: Result) -> None:
     failed = replace(result.checks[0], passed=False, reason="cosine 0.91 is below 0.999")
     assert "FAILED as reduced precision, whole config; noise 2e-07 whole config: cosine 0.91 is below 0.999" in _flat(

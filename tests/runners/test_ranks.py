@@ -17,7 +17,7 @@ import pytest
 
 from autotune.records.check import Check
 from autotune.records.config import Config, ProbeSettings, World
-from autotune.records.outcome import Kind
+from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CheckJob, ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.ranks import Pace
@@ -47,6 +47,10 @@ def training_step(model, batch):
     global steps
     steps += 1
     loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    if len(batch[0]) == 32:  # all samples of a comparison, which rank 0 trains on alone
+        raise ValueError("no such word")
+    if len(batch[0]) == 48:
+        time.sleep(1000)
     if len(batch[0]) in (13, 14) and distributed.get_rank() == 1:
         time.sleep(0.05 if len(batch[0]) == 13 else 0.7)
     if steps == 4 and distributed.is_initialized() and distributed.get_rank() == 1:
@@ -206,7 +210,29 @@ def test_ranks_are_compared_with_one_process(runner: LocalRunner, parallel: str)
     assert isinstance(check, Check), check
     assert check.passed, check
     assert check.gradient_error < 1e-5
-    assert "steps differ by" in check.reason
+    assert check.num_samples == 8
+    assert "2 processes on 8 samples were compared with one process; parameters after 3 steps differ by" in check.reason
+
+
+PLAIN_FAULTS = {  # samples of the comparison -> what becomes of it
+    "an error": (32, Kind.ERROR, "rank 0: ValueError: no such word"),
+    "hangs": (48, Kind.TIMEOUT, "; the others waited for rank 0 (net.py, line "),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN_FAULTS)
+def test_what_happens_while_rank_0_trains_plainly_ends_all(runner: LocalRunner, name: str) -> None:
+    num_samples, kind, cause = PLAIN_FAULTS[name]
+    settings = SETTINGS.replace(world=runner.world, timeout_s=TIMEOUT_S if kind is Kind.TIMEOUT else 40)
+    job = CheckJob(config=complete(2, parallel="fsdp"), settings=settings, batch_size=num_samples)
+    before, began_s = traces(), time.monotonic()
+    outcome = runner.run(job)
+    left = [*traces() - before, *(str(rank) for rank in ranks())]
+    assert isinstance(outcome, Outcome), outcome
+    print(row(f"rank 0 alone: {name}", outcome.kind, outcome.cause, time.monotonic() - began_s, left))
+    assert outcome.kind is kind, outcome
+    assert cause in outcome.cause
+    assert not left
 
 
 def wait_for(begun: Path) -> None:

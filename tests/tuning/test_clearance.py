@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.errors import ConfigError
+from autotune.records.config import World
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.runners.jobs import NotCompared
@@ -166,6 +167,24 @@ def test_a_comparison_that_does_not_fit_is_made_with_fewer_samples(tmp_path):
     made = recommender(tmp_path, Short())
     assert Clearance(made).clear(made.history.space.complete({"optimizer_impl": "fused"}))
     assert list(dict.fromkeys(sizes)) == [4, 2, 1]
+
+
+def test_each_process_of_a_world_has_a_sample_and_each_micro_batch(tmp_path):
+    class Short(Compared):
+        def check_of(self, config, settings, batch_size):
+            sizes.append(batch_size)
+            return OOM
+
+    sizes = []
+    made = recommender(tmp_path, Short())
+    made.settings = made.settings.replace(world=World(size=2))
+    assert not Clearance(made).clear(made.history.space.complete({"optimizer_impl": "fused"}))
+    assert list(dict.fromkeys(sizes)) == [4, 2]
+    sizes.clear()
+    cut = made.history.space.complete({"batch_size": 1})
+    assert cut.accumulation_steps > made.history.space.baseline.accumulation_steps
+    assert not Clearance(made).clear(cut)
+    assert list(dict.fromkeys(sizes)) == [4]
 
 
 def test_comparisons_take_no_more_than_their_share_of_the_budget(tmp_path):

@@ -1,0 +1,53 @@
+"""Who holds what while several processes are compared with one: whole copies are the first one's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autotune.devices import linux
+from autotune.probe.checks import run_checks
+from autotune.records.check import Check
+from autotune.records.config import World
+from autotune.task import Task
+from tests.worlds import Ranks
+
+WIDTH, NUM_LAYERS = 1280, 4
+MODEL_BYTES = 4 * NUM_LAYERS * WIDTH**2
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as running:
+        yield running
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)])
+
+
+def compare(world: World, parallel: str) -> tuple[Check, int]:
+    """What a comparison found, and how many bytes it took at its peak, beyond what the process had before."""
+    task = Task(
+        build_model=build_model,
+        make_batch=lambda n: torch.randn(n, WIDTH),
+        training_step=lambda model, batch: model(batch).square().mean(),
+        configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    )
+    before_bytes = linux.process_memory().touched_bytes
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    check = run_checks(task, {"parallel": parallel}, "cpu", batch_size=4, world=world)
+    return check, linux.process_memory().peak_touched_bytes - before_bytes
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_first_process_alone_holds_whole_copies(ranks: Ranks, parallel: str) -> None:
+    (first, first_bytes), (second, second_bytes) = ranks.run(compare, parallel)
+    assert first.passed, first.reason
+    assert second == first
+    # of what plain training began with, of its gradients, and of how its parameters moved; what the others had freed may be reused
+    assert first_bytes - second_bytes > MODEL_BYTES
