@@ -54,6 +54,7 @@ from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning import sweep as sweeping
+from autotune.tuning.communicators import know_communicators
 from autotune.tuning.dissect import dissect
 from autotune.tuning.entrant import samples_per_s
 from autotune.tuning.events import Listener, Listeners
@@ -400,7 +401,7 @@ def predict(
             world=world,
             trains=False,
         )
-        inspection = inspect(runner, job, asked.timeout_s)
+        inspection = know_communicators(runner, inspect(runner, job, asked.timeout_s), logs)
         space, _ = build_space(inspection, runner.techniques)
         configs = [only] if only is not None else list(space.tracing())
         target, sizes = target_of(info), [config.batch_size for config in configs]
@@ -470,7 +471,7 @@ def explain(
             world=world,
             trains=runs,
         )
-        inspection = inspect(runner, job)
+        inspection = know_communicators(runner, inspect(runner, job), logs)
         complete = complete or runner.techniques.complete(
             inspection.baseline, global_batch=inspection.global_batch, world=inspection.known_world
         )

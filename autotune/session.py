@@ -513,7 +513,8 @@ def _spread_out(build: Build, techniques: Techniques, *, is_launched: bool) -> N
     with unset_fake_temporarily():  # of a trace: seeds are values
         seed = Together(build.world, build.device.torch_device).largest(torch.initial_seed() % 2**53)
     seed_everything(int(seed))  # a dataset that draws random numbers draws the same in all of them
-    start_equal(build.model)
+    with build.device.count_communicators(1):
+        start_equal(build.model)
     _apply(build, techniques, Phase.SPREAD)
     if build.spread is None:
         build.spread = copies_of(build)

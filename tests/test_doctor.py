@@ -79,6 +79,7 @@ BOOKS = {
     "booked_bytes": 704 * MIB,
 }
 TOGETHER = {
+    "kept": True,
     "devices": ["cuda:0", "cuda:1"],
     "ranks": [
         {"sum": 3.0, "expected": 3.0, "outside_bytes": 300 * MIB, "bytes": [GIB], "seconds": {"all-reduce": [0.5]}},

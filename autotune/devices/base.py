@@ -6,6 +6,8 @@ import gc
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +63,8 @@ class Capabilities:
         foreach: torch's optimizers work on lists of tensors there by default.
         collectives: the backends of torch's process group where several processes train together; a GPU's have one on the host, too,
             so that decisions taken together do not wait for the GPU.
-        communicator_bytes: what these keep of a device's memory for buffers, outside torch's allocator, roughly.
+        communicator_bytes: what each of their communicators keeps of a device's own memory, outside torch's allocator: a first guess,
+            where none was measured (`Communicators`); 0 where they keep none.
         saving_pays: saved memory allows larger batches, which are faster; if not, what only saves memory is searched only if asked for.
     """
 
@@ -161,6 +164,14 @@ class Device(Protocol):
         On a GPU it is what lies outside torch's allocator: workspaces inside are part of what the allocator reserves.
         """
         return self.current_bytes()
+
+    @contextmanager
+    def count_communicators(self, number: int) -> Iterator[None]:
+        """Take note of what the first collectives of `number` groups, which run inside, take of its own memory beside tensors.
+
+        `memory_detail` tells it. Where collectives take nothing of it, nothing is done.
+        """
+        yield
 
     def held_bytes(self, attempted_bytes: int) -> int:
         """The least that this process held when an allocation of `attempted_bytes` failed just now; comparable with the limit.

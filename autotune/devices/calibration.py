@@ -98,6 +98,21 @@ def holds_for(info: DeviceInfo) -> dict[str, str]:
     return {**known, **{name: os.environ[name] for name in (*VARIABLES, *THREADS) if name in os.environ}}
 
 
+def communicators_hold_for(info: DeviceInfo, num_processes: int) -> dict[str, str]:
+    """The circumstances that measured `Communicators` hold for, here and now: any of a machine's cards of one model will do.
+
+    Args:
+        num_processes: that train together.
+    """
+    known = {
+        "model": info.model,
+        "driver": info.driver,
+        "torch": info.torch_version,
+        "processes": str(num_processes),
+    }
+    return {**known, **{name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")}}
+
+
 def arithmetic() -> dict[str, str]:
     """The environment variables that change a device's arithmetic, with their values; empty for those not set."""
     return {name: os.environ.get(name, "") for name in VARIABLES}

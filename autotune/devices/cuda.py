@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -24,6 +25,7 @@ _RELEASED_BYTES = 64 * MIB  # the card's use counts as back where it was if it i
 TYPICAL_CONTEXT_BYTES = 512 * MIB
 _SMALLEST_CONTEXT_BYTES, _LARGEST_CONTEXT_BYTES = 32 * MIB, 2 * GIB
 _MOST_GROWTH_BYTES = 512 * MIB  # libraries and kernels that are loaded late are believed to take at most this much
+_LARGEST_COMMUNICATOR_BYTES = 2 * GIB  # up to 1.6 GB are published
 _NOT_TAKEN_BYTES, _NOT_TAKEN_SHARE = 64 * MIB, 0.01  # of the limit: what is missing beyond both, a neighbour has
 
 
@@ -36,15 +38,17 @@ class OutsideMemory:
     number. Otherwise the growth of the whole card's use since before the context is taken; where NVML is missing, a typical context
     plus the growth since the first reading. Such growth may be another process's, or be hidden by one that is still releasing
     memory. So a first figure that is too small or too large for a context is replaced by a typical one, and later growth counts up
-    to 512 MiB, or not at all once the driver shows other processes.
+    to `most_growth_bytes`, or not at all once the driver shows other processes.
 
     Attributes:
         before_bytes: the card's use before this process's context; None where it could not be read.
         peak_bytes: the most seen outside the allocator.
+        most_growth_bytes: of libraries, kernels and communicators after the first reading.
     """
 
     before_bytes: int | None = None
     peak_bytes: int = 0
+    most_growth_bytes: int = _MOST_GROWTH_BYTES
     _first_bytes: int | None = None
 
     def now_bytes(self, *, reserved_bytes: int, booked_bytes: int | None, card_bytes: int | None, shared: bool) -> int:
@@ -73,7 +77,7 @@ class OutsideMemory:
             return self._first_bytes
         if grown is None or shared:
             return self._first_bytes
-        return min(max(grown, self._first_bytes), self._first_bytes + _MOST_GROWTH_BYTES)
+        return min(max(grown, self._first_bytes), self._first_bytes + self.most_growth_bytes)
 
 
 class CudaDevice(Instruments, Device):
@@ -91,7 +95,7 @@ class CudaDevice(Instruments, Device):
         own_memory=True,
         own_processors=True,
         collectives="cpu:gloo,cuda:nccl",
-        communicator_bytes=512 * MIB,  # 544 to 688 MB were seen on four A100; a first guess, which probes correct
+        communicator_bytes=512 * MIB,  # 544 to 688 MB were seen on four A100
         chosen_by="CUDA_VISIBLE_DEVICES",
         settles_s=2.0,
         energy_window_s=2.0,
@@ -113,6 +117,7 @@ class CudaDevice(Instruments, Device):
         self._entered = False
         self._limit_bytes: int | None = None
         self._outside = OutsideMemory()
+        self._num_communicators = self._communicators_bytes = 0
         self._rest_bytes: int | None = None  # the card's use while none of our processes runs
         self._oom_kills = linux.kernel_oom_kills()
         self._measured_since_us = time.time_ns() // 1000
@@ -207,6 +212,16 @@ class CudaDevice(Instruments, Device):
             shared=shared,
         )
 
+    @contextlib.contextmanager
+    def count_communicators(self, number: int) -> Iterator[None]:
+        """Take note of how much more lies outside the allocator once the first collectives of `number` groups have run inside."""
+        before_bytes = self.outside_bytes()
+        self._outside.most_growth_bytes += number * _LARGEST_COMMUNICATOR_BYTES
+        yield
+        self.synchronize()
+        self._num_communicators += number
+        self._communicators_bytes += max(0, self.outside_bytes() - before_bytes)
+
     def held_bytes(self, attempted_bytes: int) -> int:
         """What the allocator has reserved now, plus what lies outside it.
 
@@ -235,12 +250,17 @@ class CudaDevice(Instruments, Device):
             torch.cuda.empty_cache()
 
     def memory_detail(self) -> dict[str, float]:
-        """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; since `start_measuring` `num_alloc_retries`, `num_ooms`."""
+        """Peaks `allocated_bytes`, `reserved_bytes`, `outside_bytes`; since `start_measuring` `num_alloc_retries`, `num_ooms`.
+
+        `communicators_bytes` are the part of what is outside that `num_communicators` took, as far as that could be seen.
+        """
         self.outside_bytes()
         return {
             "allocated_bytes": torch.cuda.max_memory_allocated(self._index),
             "reserved_bytes": torch.cuda.max_memory_reserved(self._index),
             "outside_bytes": self._outside.peak_bytes,
+            "num_communicators": self._num_communicators,
+            "communicators_bytes": self._communicators_bytes,
             **{name: count - self._counted_before.get(name, 0) for name, count in self._counts().items()},
         }
 

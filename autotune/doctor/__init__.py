@@ -119,6 +119,7 @@ def _together(names: Sequence[str], tell: Callable[[str], None]) -> Iterator[Lin
     if "failure" in facts:
         yield _line("devices together", facts, verdicts.judge_group)
         return
+    facts["kept"] = checks.keep_communicator(facts)
     yield from (_line(name, facts, judge) for name, judge in TOGETHER_CHECKS.items())
 
 

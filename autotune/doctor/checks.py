@@ -30,6 +30,8 @@ from autotune.records.outcome import Kind
 from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.space import build_space
+from autotune.study.caches import CommunicatorCache
+from autotune.study.place import DEFAULT_FOLDER
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.units import format_seconds
@@ -141,6 +143,22 @@ def run_together(devices: Sequence[str]) -> Facts:
     if len(found) < len(devices):
         return {"failure": f"the devices did not finish within {format_seconds(GROUP_TIMEOUT_S)}"}
     return {"devices": [*devices], "ranks": [found[rank] for rank in range(len(devices))]}
+
+
+def keep_communicator(facts: Facts) -> bool:
+    """Keep what the devices' communicator takes, for searches that keep their studies where they go by default.
+
+    Args:
+        facts: of `run_together`.
+
+    Returns:
+        Whether it takes anything of the devices' own memory, so that it is kept.
+    """
+    device, taken_bytes = open_device(facts["devices"][0]), max(rank["outside_bytes"] for rank in facts["ranks"])
+    if not device.capabilities.communicator_bytes or taken_bytes <= 0:
+        return False
+    CommunicatorCache(Path(DEFAULT_FOLDER), device.info(), len(facts["ranks"])).keep(1, taken_bytes)
+    return True
 
 
 def connections(devices: Sequence[str]) -> Facts:

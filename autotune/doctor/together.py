@@ -24,8 +24,9 @@ def collectives(name: str, world: World, store: str, wait_s: float) -> Facts:
     """Join the others, and time what training sends over the wire.
 
     Returns:
-        `sum` and `expected` of the ranks' numbers; `outside_bytes`, by which the first collective lets the process's memory grow
-        that no tensor holds; `bytes` of each size, and `seconds` for each collective and size.
+        `sum` and `expected` of the ranks' numbers; `outside_bytes`, by which collectives let the process's memory grow that no
+        tensor holds: the first one, or where the device tells them apart all of them; `bytes` of each size, and `seconds` for each
+        collective and size.
     """
     from torch import distributed
 
@@ -35,12 +36,13 @@ def collectives(name: str, world: World, store: str, wait_s: float) -> Facts:
     torch.set_num_threads(max(1, torch.get_num_threads() // world.size))
     number = torch.full((1,), float(world.rank + 1), device=device.torch_device)
     device.synchronize()
-    before_bytes = device.current_bytes()
-    join(world, device.torch_device, Path(store), wait_s)
-    distributed.all_reduce(number)
+    before_bytes = device.outside_bytes()
+    with device.count_communicators(1):
+        join(world, device.torch_device, Path(store), wait_s)
+        distributed.all_reduce(number)
     device.synchronize()
     facts: Facts = {"sum": float(number), "expected": world.size * (world.size + 1) / 2}
-    facts["outside_bytes"] = device.current_bytes() - before_bytes
+    facts["outside_bytes"] = device.outside_bytes() - before_bytes
 
     nothing = torch.zeros(1, device=device.torch_device)
 
@@ -62,5 +64,7 @@ def collectives(name: str, world: World, store: str, wait_s: float) -> Facts:
         runs["all-reduce"].append(seconds(distributed.all_reduce, whole))
         runs["all-gather"].append(seconds(distributed.all_gather_into_tensor, whole, part))
         runs["reduce-scatter"].append(seconds(distributed.reduce_scatter_tensor, part, whole))
+    if device.capabilities.communicator_bytes:  # NCCL makes a path's buffers when the first collective takes it
+        facts["outside_bytes"] = device.outside_bytes() - before_bytes
     distributed.destroy_process_group()
     return {**facts, "bytes": SIZES, "seconds": runs}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from autotune.devices.selftest import Facts
+from autotune.study.place import DEFAULT_FOLDER
 from autotune.units import GIB, MIB, format_bytes, format_seconds
 
 LIMIT_SHARE = 0.1  # how far below its limit memory may end: fragments, the last block
@@ -260,7 +261,8 @@ def judge_communicator(facts: Facts) -> Verdict:
     """What the first collective takes beside tensors is known."""
     taken = zip(facts["devices"], facts["ranks"], strict=True)
     said = (f"{name} {format_bytes(max(0, rank['outside_bytes']))}" for name, rank in taken)
-    return State.OK, f"outside torch's allocator: {', '.join(said)}", ""
+    kept = f"; kept in {DEFAULT_FOLDER}, where searches reckon with it" if facts["kept"] else ""
+    return State.OK, f"outside torch's allocator: {', '.join(said)}{kept}", ""
 
 
 def judge_tested(facts: Facts) -> Verdict:

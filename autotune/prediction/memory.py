@@ -29,6 +29,7 @@ from autotune.prediction.cost import (
 from autotune.prediction.traces import TracedPeak, Traces
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
+from autotune.records.device import NO_COMMUNICATORS, Communicators
 from autotune.records.measured import NORMAL_95
 from autotune.records.outcome import Kind, Outcome
 from autotune.space import Space
@@ -36,6 +37,7 @@ from autotune.techniques import Factor
 from autotune.units import MIB
 
 PeakBytes = Sequence[tuple[Config, int]]
+OutsideOf = Callable[[Config], int]  # bytes that a process holds beside what is traced
 # config and trace, bytes less what is outside, variance of the noise
 Seen = tuple[tuple[Config, TracedPeak], float, float]
 
@@ -107,9 +109,23 @@ class MemoryModel:
     Args:
         peaks: traced peaks, or None where the model cannot be traced.
         outside_bytes: what a process holds before the model is built, on the scale of the limit.
+        communicators: what it holds beside that in a world; what the probes saw of them is added.
     """
 
-    def __init__(self, peaks: Traces | None, outside_bytes: int, space: Space, probes: Probes = ()) -> None:
+    def __init__(
+        self,
+        peaks: Traces | None,
+        outside_bytes: int,
+        space: Space,
+        probes: Probes = (),
+        communicators: Communicators = NO_COMMUNICATORS,
+    ) -> None:
+        for seen in (seen for _, outcome in probes if (seen := outcome.communicators_seen)):
+            communicators = communicators.seen(*seen)
+
+        def outside_of(config: Config) -> int:
+            return outside_bytes + communicators.bytes_of(space.techniques.num_communicators(config, space.world))
+
         measured = [(config, o.measurement.peak_bytes) for config, o in probes if o.measurement is not None]
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
@@ -120,8 +136,8 @@ class MemoryModel:
             traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
             if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
-                self._traced = _Traced(peak_of, line, outside_bytes, space, measured, failed)
-        self._untraced = _Untraced(outside_bytes, space, measured, failed)
+                self._traced = _Traced(peak_of, line, outside_of, space, measured, failed)
+        self._untraced = _Untraced(outside_of, space, measured, failed)
 
     def estimate(self, config: Config) -> MemoryEstimate | None:
         """The peak of a config; None where it was not traced and no probe has ended yet."""
@@ -190,12 +206,12 @@ class _Traced:
         self,
         peak_of: Callable[[Config], TracedPeak | None],
         line: _Line,
-        outside_bytes: int,
+        outside_of: OutsideOf,
         space: Space,
         measured: PeakBytes,
         failed: PeakBytes,
     ) -> None:
-        self._peak_of, self._line, self._outside_bytes = peak_of, line, outside_bytes
+        self._peak_of, self._line, self._outside_of = peak_of, line, outside_of
         self._layout = Layout(TERMS, space)
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
         exact = self._seen_of(measured)
@@ -218,15 +234,15 @@ class _Traced:
         known = [(config, trace) for config in configs if (trace := self._peak_of(config))]
         found = {}
         for (config, trace), mean, variance in zip(known, *self._predict(known), strict=True):
-            least = self._outside_bytes + trace.breakdown.parameters_bytes
-            peak = max(least, self._outside_bytes + mean)
+            outside_bytes = self._outside_of(config)
+            peak = max(outside_bytes + trace.breakdown.parameters_bytes, outside_bytes + mean)
             log_std = math.sqrt(max(0.0, variance) + self._line.noise(trace)) / peak
             found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std, breakdown=trace.breakdown)
         return found
 
     def _seen_of(self, found: PeakBytes) -> list[Seen]:
         traced = ((config, peak_bytes, self._peak_of(config)) for config, peak_bytes in found)
-        return [((c, t), float(held - self._outside_bytes), self._line.noise(t)) for c, held, t in traced if t]
+        return [((c, t), float(held - self._outside_of(c)), self._line.noise(t)) for c, held, t in traced if t]
 
     def _take(self, found: Sequence[Seen]) -> None:
         self._seen = _Rows(self._layout, [known for known, _, _ in found], self._line)
@@ -279,16 +295,16 @@ def _least_bytes(outcome: Outcome) -> int:
 class _Untraced:
     """State and activations learned from probes alone."""
 
-    def __init__(self, outside_bytes: int, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
-        self._outside_bytes = outside_bytes
-        seen = [Observation(config=c, value=self._log(held)) for c, held in measured]
+    def __init__(self, outside_of: OutsideOf, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
+        self._outside_of = outside_of
+        seen = [Observation(config=c, value=self._log(c, held)) for c, held in measured]
         if not seen and failed:  # a first idea of how large everything is
             config, least = min(failed, key=lambda pair: pair[1])
-            seen = [Observation(config=config, value=self._log(least) + BEYOND, noise=BEYOND_STD)]
+            seen = [Observation(config=config, value=self._log(config, least) + BEYOND, noise=BEYOND_STD)]
         self._any = bool(seen)
         self._model = CostModel(Layout(TERMS, space), RESIDUAL, SCALES, seen)
         for config, least in failed:
-            self._model = self._model.with_bound(config, self._log(least))
+            self._model = self._model.with_bound(config, self._log(config, least))
 
     def estimates(self, configs: Sequence[Config]) -> dict[Config, MemoryEstimate]:
         if not self._any or not configs:
@@ -297,10 +313,10 @@ class _Untraced:
         found = {}
         for config, mean, variance in zip(configs, posterior.mean, posterior.variance, strict=True):
             trained = math.exp(min(mean, math.log(LARGEST_BYTES)))
-            peak = self._outside_bytes + trained
+            peak = self._outside_of(config) + trained
             log_std = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained / peak
             found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std)
         return found
 
-    def _log(self, peak_bytes: float) -> float:
-        return math.log(max(peak_bytes - self._outside_bytes, 0.02 * peak_bytes))
+    def _log(self, config: Config, peak_bytes: float) -> float:
+        return math.log(max(peak_bytes - self._outside_of(config), 0.02 * peak_bytes))

@@ -30,7 +30,7 @@ from autotune.records.config import (
     largest_batch_size,
     share_of,
 )
-from autotune.records.device import Calibration
+from autotune.records.device import Calibration, Communicators
 from autotune.records.inspection import BatchSupport, Inspection, Layer, LossKind, ModelSignature, Support
 from autotune.records.outcome import COMPARING, Progress
 from autotune.task import Task, adapters, losses, samples
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
     from autotune.task.task import Task
 
 CHANGES_LEARNING = "it changes what is learned"
-
-
-def outside_in(world: World, device: Device) -> int:
-    """What a process of a world holds of its device outside torch's allocator, before it has a model."""
-    return device.outside_bytes() + (device.capabilities.communicator_bytes if world.size > 1 else 0)
 
 
 def inspect_task(
@@ -82,7 +77,7 @@ def inspect_task(
         Exception: memory ran out before the first step, or because other processes hold it.
     """
     opened = _enter(device, memory_limit_bytes)
-    info, outside_bytes, techniques = opened.info(), outside_in(world, opened), find_techniques()
+    info, held, techniques = opened.info(), _held_outside(opened, world), find_techniques()
     chosen = techniques.trained_by(task, {**(task.baseline or {}), **(trained or {})})
     task = techniques.narrow_task(task, chosen)
     first = _first_step(task, opened, techniques, world, trains=untrained is None)
@@ -113,7 +108,7 @@ def inspect_task(
         baseline_given=BATCH_SIZE in (task.baseline or {}),
         batch=batch,
         support={name: _supported(t, setting, untrained) for name, t in techniques.items()},
-        outside_bytes=outside_bytes,
+        **held,
         step_s=first.seconds,
         step_samples=first.samples,
         shortage=first.shortage,
@@ -122,6 +117,12 @@ def inspect_task(
         world=world,
         signature=signature,
     ).to_dict()
+
+
+def _held_outside(device: Device, world: World) -> dict[str, Any]:
+    """What a process holds of its device before it has a model, and what it will hold for collectives: fields of an inspection."""
+    guess_bytes = device.capabilities.communicator_bytes if world.size > 1 else 0
+    return {"outside_bytes": device.outside_bytes(), "communicators": Communicators(guess_bytes=guess_bytes)}
 
 
 def _enter(device: str | Device, memory_limit_bytes: int | None) -> Device:

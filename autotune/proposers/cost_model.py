@@ -15,7 +15,7 @@ from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import StartingDesign
 from autotune.records.config import Config
-from autotune.records.device import NOT_MEASURED, Calibration
+from autotune.records.device import NO_COMMUNICATORS, NOT_MEASURED, Calibration, Communicators
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.study import Prediction, Proposal
@@ -39,6 +39,7 @@ class CostModel:
         seed: for the random configs from which a large space is climbed.
         tell: called once with a message if the cost models cannot be computed and the starting design replaces them.
         calibration: of the device.
+        communicators: what a process of a world holds beside `outside_bytes`.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class CostModel:
         seed: int = 0,
         tell: Callable[[str], None] = lambda text: None,
         calibration: Calibration = NOT_MEASURED,
+        communicators: Communicators = NO_COMMUNICATORS,
     ) -> None:
+        self._communicators = communicators
         self._calibration = calibration
         self._peaks = peaks
         self._outside_bytes = outside_bytes
@@ -111,7 +114,7 @@ class CostModel:
         """The acquisition fitted to the history, cached because a proposal and its prediction are asked for one after the other."""
         space, peaks, probes = known = history.space, self._peaks(), history.evidence
         if self._last is None or self._last[0] != known:
-            memory_model = MemoryModel(peaks, self._outside_bytes, space, probes)
+            memory_model = MemoryModel(peaks, self._outside_bytes, space, probes, self._communicators)
             self._last = known, self._fitted_with(history, probes, memory_model)
         return self._last[1]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.records.config import Choice
+from autotune.records.device import NO_COMMUNICATORS, Communicators
 from autotune.records.formats import Record
 
 LARGEST_BATCH = 2**16  # no larger one is tried where neither a global batch nor a dataset bounds the batch
@@ -51,7 +52,8 @@ class PredictedPeak(Breakdown):
         peak_bytes: comparable with the memory limit; `peak_low_bytes` and `peak_high_bytes` bound 95 %.
         chance_to_fit: the probability that the peak is within the limit less headroom.
         allocator_bytes: what the allocator holds beyond the tensors: rounding, fragments, libraries' workspaces.
-        outside_bytes: what is held outside the allocator: the process and its libraries, or the CUDA context.
+        outside_bytes: what is held outside the allocator: the process and its libraries, or the CUDA context and what
+            `num_communicators` of the library of collectives hold.
     """
 
     config: dict[str, Choice]
@@ -61,6 +63,7 @@ class PredictedPeak(Breakdown):
     chance_to_fit: float
     allocator_bytes: int
     outside_bytes: int
+    num_communicators: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,7 @@ class MemoryPrediction(Record):
         memory_limit_bytes: the device's memory, or the user's limit.
         headroom: share of the limit that is to stay free.
         global_batch: samples per optimizer step, or None.
+        communicators: what is known of those that are part of what is outside the allocator.
         fits: whether the config asked for, or else any config, fits: its peak is within the limit less headroom, and the
             peak's upper bound within the limit.
         config: the peak of the config that was asked for; None where none was.
@@ -116,6 +120,7 @@ class MemoryPrediction(Record):
     warnings: tuple[str, ...]
     trace_s: float
     wall_s: float
+    communicators: Communicators = NO_COMMUNICATORS
 
     @property
     def usable_bytes(self) -> int:

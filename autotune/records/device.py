@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autotune.records.formats import Record
 
@@ -151,3 +151,41 @@ class Calibration(Record):
 
 
 NOT_MEASURED = Calibration()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communicators(Record):
+    """What the library of collectives holds of a device's memory in each process of a world, outside torch's allocator.
+
+    It holds some for each communicator, which a group of processes makes with its first collective. The default stands for devices
+    of which it holds nothing, and for one process.
+
+    Attributes:
+        guess_bytes: of one communicator, where none was measured.
+        measured: (number of communicators, bytes of all of them together), by their number: the most that was seen.
+        of: what the measured figures hold for (`autotune.devices.calibration.communicators_hold_for`).
+    """
+
+    guess_bytes: int = 0
+    measured: tuple[tuple[int, int], ...] = ()
+    of: dict[str, str] = field(default_factory=dict)
+
+    def is_measured(self, number: int) -> bool:
+        """Whether the bytes of so many are a measured figure; else they are an estimate."""
+        return number in dict(self.measured)
+
+    def bytes_of(self, number: int) -> int:
+        """Bytes of so many. Where that number was not measured, each is taken to hold what the largest does that was."""
+        if (known := dict(self.measured).get(number)) is not None:
+            return known
+        return number * max((num_bytes // count for count, num_bytes in self.measured), default=self.guess_bytes)
+
+    def seen(self, number: int, num_bytes: int) -> Communicators:
+        """The same once so many were seen to hold `num_bytes`. Less than before is no news, and 0 says that nothing could be read."""
+        known = dict(self.measured)
+        if num_bytes <= known.get(number, 0):
+            return self
+        return replace(self, measured=tuple(sorted((known | {number: num_bytes}).items())))
+
+
+NO_COMMUNICATORS = Communicators()

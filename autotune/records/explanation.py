@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.records.config import Choice
+from autotune.records.device import NO_COMMUNICATORS, Communicators
 from autotune.records.formats import Record
 from autotune.records.outcome import Outcome
 
@@ -148,7 +149,8 @@ class Explanation(Record):
         task, device: their names; `on_gpu`: whether the device is a GPU.
         config: the config that is explained.
         memory: its traced memory; None where it cannot be traced, and then `untraced` says why.
-        outside_bytes: what a process holds before the model is built.
+        outside_bytes: what a process holds outside the allocator before it trains: that before the model is built, and
+            `num_communicators` of the library of collectives, of which `communicators` tells what is known.
         probe: a short real run; None without a device. `times`: measured in a further run; where there are none, `untimed`
             says why.
         advice: largest saving first. `no_gain`: changes that were traced and save nothing. `not_predicted`: choice -> why.
@@ -169,6 +171,8 @@ class Explanation(Record):
     no_gain: tuple[str, ...] = ()
     not_predicted: dict[str, str] = field(default_factory=dict)
     remarks: tuple[Remark, ...] = ()
+    num_communicators: int = 0
+    communicators: Communicators = NO_COMMUNICATORS
     trace_s: float = 0.0
     wall_s: float = 0.0
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from autotune.records.check import Coupling
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice, World
-from autotune.records.device import DeviceInfo
+from autotune.records.device import NO_COMMUNICATORS, Communicators, DeviceInfo
 from autotune.records.formats import Record
 
 
@@ -160,6 +160,7 @@ class Inspection(Record):
         support: for each technique, what may be searched.
         outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the
             user's module, a CUDA context.
+        communicators: what it holds beside that once it trains together with others.
         step_s: seconds of the inspection's training step, the first of its process; None where none was taken.
         step_samples: samples of that step: 2, or the baseline's batch where a step of two samples fails.
         shortage: how that step ran out of memory; empty where it did not.
@@ -179,6 +180,7 @@ class Inspection(Record):
     batch: BatchSupport
     support: dict[str, Support]
     outside_bytes: int
+    communicators: Communicators = NO_COMMUNICATORS
     step_s: float | None = None
     step_samples: int = 2
     shortage: str = ""

@@ -271,6 +271,13 @@ class Outcome(Record):
         return self.wall_s - self.compiling_s
 
     @property
+    def communicators_seen(self) -> tuple[int, int] | None:
+        """The communicators that a process had, and the bytes that they took of its device; None where none was seen to take any."""
+        memory = self.measurement.memory if self.measurement else {}
+        seen = int(memory.get("num_communicators", 0)), int(memory.get("communicators_bytes", 0))
+        return seen if all(seen) else None
+
+    @property
     def samples_per_s_high(self) -> float | None:
         """How fast the config trains at most, where the probe was ended early; None where that is not known."""
         return self.bound.samples_per_s_high if self.bound else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice, describe_batch
+from autotune.records.device import NO_COMMUNICATORS, Communicators
 from autotune.report.figures import limit_words
 from autotune.report.sections import Cell, Paragraph, Section, Span, Tone, by_reason, table, warnings_section
 from autotune.techniques import Techniques
@@ -26,12 +27,22 @@ NUM_SAME = 4  # at most so many choices that do not change the memory are named
 Changes = frozenset[tuple[str, Choice]]
 
 
-def outside_words(*, on_gpu: bool) -> str:
-    """What lies outside the allocator."""
+def outside_words(*, on_gpu: bool, communicators: Communicators = NO_COMMUNICATORS, numbers: Iterable[int] = ()) -> str:
+    """What lies outside the allocator.
+
+    Args:
+        numbers: of communicators, in what is told.
+    """
     what = (
         "the CUDA context, handles and loaded kernels of its libraries" if on_gpu else "the process and its libraries"
     )
-    return f"outside the allocator: {what}"
+    held = [
+        f"{plural(number, 'communicator')} {format_bytes(num_bytes)}, {'measured' if communicators.is_measured(number) else 'an estimate'}"
+        for number in sorted({*numbers})
+        if (num_bytes := communicators.bytes_of(number))
+    ]
+    collectives = f", and buffers of collectives ({'; '.join(held)})" if held else ""
+    return f"outside the allocator: {what}{collectives}"
 
 
 def prediction_sections(prediction: MemoryPrediction, techniques: Techniques) -> Iterator[Section]:
@@ -39,7 +50,12 @@ def prediction_sections(prediction: MemoryPrediction, techniques: Techniques) ->
     limit = limit_words("what fits", prediction.memory_limit_bytes, prediction.headroom)
     how = Span("Predicted by tracing training steps. Nothing was trained, nothing was measured.", Tone.NOTE)
     yield Section(prediction.task, (Paragraph(how),), f"on {prediction.device}: {limit}")
-    outside = outside_words(on_gpu=prediction.on_gpu)
+    peaks = [prediction.config] if prediction.config is not None else [group.peak for group in prediction.groups]
+    outside = outside_words(
+        on_gpu=prediction.on_gpu,
+        communicators=prediction.communicators,
+        numbers=(peak.num_communicators for peak in peaks),
+    )
     if prediction.config is not None:
         yield from _one(prediction, prediction.config, techniques, outside)
     else:

@@ -61,6 +61,11 @@ def explanation_sections(explanation: Explanation, techniques: Techniques) -> It
 
 def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
     outside_bytes = min(explanation.outside_bytes, explanation.beside_bytes)
+    outside = outside_words(
+        on_gpu=explanation.on_gpu,
+        communicators=explanation.communicators,
+        numbers=[explanation.num_communicators],
+    )
     rows: list[tuple[Cell, ...]] = [
         (format_bytes(held), f"{held / memory.peak_bytes:.0%}", _MEANINGS[kind])
         for kind, held in memory.kinds().items()
@@ -68,7 +73,7 @@ def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
     rows += [
         (Span(format_bytes(memory.peak_bytes), Tone.STRONG), "100%", Span("the allocator's peak, traced", Tone.STRONG)),
         (format_bytes(explanation.beside_bytes - outside_bytes), "", ALLOCATORS),
-        (format_bytes(outside_bytes), "", outside_words(on_gpu=explanation.on_gpu)),
+        (format_bytes(outside_bytes), "", outside),
     ]
     blocks: list[Paragraph] = []
     if explanation.times is not None:

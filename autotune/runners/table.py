@@ -22,7 +22,7 @@ from typing import Any
 from autotune.errors import AutotuneError
 from autotune.prediction.traces import Traces
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_SIZE, Choice, Config, World
-from autotune.records.device import DeviceInfo, same_memory
+from autotune.records.device import NO_COMMUNICATORS, Communicators, DeviceInfo, same_memory
 from autotune.records.formats import Record
 from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
 from autotune.records.measured import NORMAL_95, round_effects
@@ -35,7 +35,7 @@ SPEEDS = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
 JOULES = "joules_per_sample"  # its column is missing in older tables
 PHASES = ("data", "forward", "backward", "optimizer")
 # when a sweep goes on
-_NOT_COMPARED = ("date", "outside_bytes", "baseline_given", "facts", "reasons", "notes", "always")
+_NOT_COMPARED = ("date", "outside_bytes", "communicators", "baseline_given", "facts", "reasons", "notes", "always")
 
 
 class TableError(AutotuneError):
@@ -82,6 +82,7 @@ class Header(Record):
     always: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
     facts: TaskFacts | None = None
     world: World = ALONE
+    communicators: Communicators = NO_COMMUNICATORS
 
     def differences(self, other: Header) -> list[str]:
         """What keeps two sweeps from sharing a table, in words; dates and free memory may differ."""
@@ -132,6 +133,7 @@ class Header(Record):
             ),
             support={name: self._support(technique) for name, technique in techniques.items()},
             outside_bytes=self.outside_bytes,
+            communicators=self.communicators,
         )
 
     def _support(self, technique: Technique) -> Support:

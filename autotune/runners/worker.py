@@ -262,7 +262,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
     """Validate the task and say what applies to it: arguments `device`, or `absent` (a `DeviceInfo`), `trains`, and those of
     `inspect_task`.
     """
-    from autotune.probe.inspection import inspect_task, outside_in
+    from autotune.probe.inspection import inspect_task
 
     name, absent, trains = arguments.pop("device"), arguments.pop("absent"), arguments.pop("trains")
     arguments["world"] = World.from_dict(arguments["world"])
@@ -282,7 +282,7 @@ def _inspect(task: Task, arguments: dict[str, Any], report: Report) -> dict[str,
         if trains:
             return {"inspection": inspect_task(task, device=device, report=watched, **arguments)}
         device.enter()
-        outside_bytes = outside_in(arguments["world"], device)  # what is imported now, no probe holds
+        outside_bytes = device.outside_bytes()  # what is imported now, no probe holds
         from autotune.prediction.fakes import inspect_untrained
 
         device = AbsentGpu(device.info()) if device.capabilities.own_processors else device

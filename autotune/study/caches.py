@@ -1,4 +1,4 @@
-"""What searches in one folder share: traces of tasks, calibrations of devices and rechecks of answers, in files beside the studies.
+"""What searches in one folder share: traces, calibrations, figures of communicators and rechecks, in files beside the studies.
 
 A file that is broken or of another format is replaced. Where the folder cannot be written, the next search traces and measures
 again.
@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from autotune.devices import capabilities_of
-from autotune.devices.calibration import arithmetic
+from autotune.devices.calibration import arithmetic, communicators_hold_for
 from autotune.devices.cpu import processor_model
 from autotune.files import drop_oldest, write_whole
 from autotune.prediction.traces import Traces
 from autotune.records.config import ALONE, Choice, World
-from autotune.records.device import Calibration
+from autotune.records.device import Calibration, Communicators, DeviceInfo
 from autotune.records.inspection import TaskFacts
 from autotune.records.recheck import Recheck, Rechecks
 from autotune.version import __version__
 
-T = TypeVar("T", Calibration, Rechecks, Traces)
+T = TypeVar("T", Calibration, Communicators, Rechecks, Traces)
 
 CALIBRATIONS, RECHECKS, TRACES = ".calibration", ".rechecks", ".traces"  # folders beside the studies' databases
 KEPT_RECHECKS = 100  # the newest: a machine changes
@@ -87,6 +87,36 @@ class RecheckCache(_Cache[Rechecks]):
         """Keep one more."""
         known = self.read() or Rechecks()
         self.write(Rechecks(rechecks=(*known.rechecks, recheck)[-KEPT_RECHECKS:]))
+
+
+class CommunicatorCache(_Cache[Communicators]):
+    """What was measured of the communicators of so many processes, on cards like this one, here and now.
+
+    Args:
+        folder: the folder of the studies.
+        info: one of the cards.
+        num_processes: that train together.
+    """
+
+    kind = Communicators
+
+    def __init__(self, folder: Path, info: DeviceInfo, num_processes: int) -> None:
+        self.of = communicators_hold_for(info, num_processes)
+        super().__init__(folder / CALIBRATIONS / f"communicators-{_key(self.of)}.json")
+
+    def known(self, communicators: Communicators) -> Communicators:
+        """The same, with what is kept of them. A file that is of other circumstances is as good as none."""
+        kept = self.read()
+        if kept is None or kept.of != self.of:
+            return communicators
+        return replace(communicators, measured=kept.measured, of=kept.of)
+
+    def keep(self, number: int, num_bytes: int) -> Communicators:
+        """Keep that so many hold `num_bytes`, unless that is no news. Returns all that is known."""
+        before = self.known(Communicators(of=self.of))
+        if (found := before.seen(number, num_bytes)) != before:
+            self.write(found)
+        return found
 
 
 class TraceCache(_Cache[Traces]):

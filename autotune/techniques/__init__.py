@@ -210,6 +210,10 @@ class Techniques(Mapping[str, Technique]):
         reasons = (self[name].untraceable(choice, device_kind) for name, choice in self.switched_on(config))
         return "; ".join(filter(None, reasons))
 
+    def num_communicators(self, config: Config, world: World) -> int:
+        """How many communicators a process of `world` has: one for each group of processes that it is in; none where it is alone."""
+        return 0 if world.size == 1 else 1 + sum(t.num_groups(config[name]) for name, t in self.items())
+
     def setup_s(self, config: Config) -> float:
         """Seconds that the techniques of `config` are expected to add to the time before the first step."""
         on = ((self[name], choice) for name, choice in self.switched_on(config))

@@ -260,6 +260,10 @@ class Technique(ABC):
         """What `choice` adds to the settings of torch's CUDA allocator (PYTORCH_ALLOC_CONF); empty for nothing."""
         return ""
 
+    def num_groups(self, choice: Choice) -> int:
+        """How many groups of processes `choice` makes beside the world's own, each with a communicator of its own."""
+        return 0
+
     def arithmetic(self, choice: Choice) -> str:
         """The type in which matrix products and convolutions are computed, as far as this technique decides it."""
         return FP32

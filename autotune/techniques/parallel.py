@@ -115,6 +115,10 @@ class Parallel(SpreadTechnique):
         choices += [f"hsdp:{number}" for number in divisors(size) if 1 < number < size]
         return tuple(choices)
 
+    def num_groups(self, choice: Choice) -> int:
+        """Of processes that share parameters out, and of those that hold copies of the same shards."""
+        return 2 if _HYBRID.fullmatch(str(choice)) else 0
+
     def shapes_micro_batch(self, choice: Choice) -> bool:
         """What is sharded of the optimizer alone is not needed there."""
         return choice != ZERO1
@@ -132,7 +136,7 @@ class Parallel(SpreadTechnique):
             return
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-        from autotune.techniques.tensors.spread import mesh_over, shards
+        from autotune.techniques.tensors.spread import meet, mesh_over, shards
 
         size = number = build.world.size
         if hybrid := _HYBRID.fullmatch(str(choice)):
@@ -141,6 +145,7 @@ class Parallel(SpreadTechnique):
                 raise UnsupportedError(f"parallel={choice}: {size} processes make no groups of {number}")
         with unset_fake_temporarily():  # of a trace: a mesh reads the values of its tensor
             mesh = mesh_over(build.device.torch_device.type, size, number)
+            meet(build.device, mesh)
         blocks = _blocks(build.task, build.model)
         classes = sorted({type(block).__name__ for block in blocks})  # by which frameworks know blocks
         build.acting_on(self.name, blocks)["classes"] = classes

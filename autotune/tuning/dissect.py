@@ -62,6 +62,7 @@ def dissect(
     traced = [(a, one) for a, one in pairs if isinstance(one, Anatomy)]
     advice = tuple(_advice(config, memory, traced)) if memory is not None else ()
     probe, times, untimed = _measure(runner, config, settings)
+    number = runner.techniques.num_communicators(config, inspection.known_world)
     return Explanation(
         task=inspection.facts.name,
         device=inspection.devices,
@@ -69,7 +70,9 @@ def dissect(
         config=config.as_dict(),
         memory=memory,
         untraced=untraced,
-        outside_bytes=inspection.outside_bytes,
+        outside_bytes=inspection.outside_bytes + inspection.communicators.bytes_of(number),
+        num_communicators=number,
+        communicators=inspection.communicators,
         probe=probe,
         times=times,
         untimed=untimed,

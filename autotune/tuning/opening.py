@@ -35,6 +35,7 @@ from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
+from autotune.tuning.communicators import know_communicators
 from autotune.tuning.events import Listener, SearchStarted, Working, interruptible
 from autotune.tuning.find_eval_batch import is_asked_for
 from autotune.tuning.inspecting import (
@@ -45,7 +46,7 @@ from autotune.tuning.inspecting import (
     too_little_memory,
 )
 from autotune.tuning.state import Search
-from autotune.tuning.trace_ahead import trace_for
+from autotune.tuning.trace_ahead import Tracing, trace_for
 from autotune.units import format_bytes
 from autotune.version import __version__
 
@@ -308,6 +309,7 @@ def _open_over(
     limit_bytes = agreed.memory_limit_bytes
     assert limit_bytes is not None
     inspection = _inspect(runner, options, limit_bytes, calibration, budget)
+    inspection = know_communicators(runner, inspection, kept.place.folder)
     if inspection.shortage:
         listener.warn(too_little_memory(inspection, limit_bytes))
     train_samples = count_train_samples(options, inspection)
@@ -346,15 +348,26 @@ def _open_over(
         settings=settings,
         budget=budget,
         tracing=tracing,
-        cost_model=CostModel(
-            lambda: tracing.traces, inspection.outside_bytes, options.seed, tell=listener.warn, calibration=calibration
-        ),
+        cost_model=_cost_model(tracing, inspection, options, calibration, listener),
         calibration=calibration,
         listener=listener,
         interrupted=interrupted,
         asked=asked,
         others=others,
         warnings=warnings,
+    )
+
+
+def _cost_model(
+    tracing: Tracing, inspection: Inspection, options: SearchOptions, calibration: Calibration, listener: Listener
+) -> CostModel:
+    return CostModel(
+        lambda: tracing.traces,
+        inspection.outside_bytes,
+        options.seed,
+        tell=listener.warn,
+        calibration=calibration,
+        communicators=inspection.communicators,
     )
 
 

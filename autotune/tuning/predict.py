@@ -13,6 +13,7 @@ from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.traces import Traces
 from autotune.records.capacity import LARGEST_BATCH, GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice, Config
+from autotune.records.device import Communicators
 from autotune.records.inspection import Inspection
 from autotune.space import Space
 from autotune.units import format_seconds
@@ -43,8 +44,9 @@ def predict_fit(
     """
     question = Question(
         space,
-        MemoryModel(traces, inspection.outside_bytes, space).estimate,
+        MemoryModel(traces, inspection.outside_bytes, space, communicators=inspection.communicators).estimate,
         outside_bytes=inspection.outside_bytes,
+        communicators=inspection.communicators,
         limit_bytes=memory_limit_bytes,
         usable_bytes=int(memory_limit_bytes * (1 - headroom)),
         dataset_size=inspection.facts.dataset_size,
@@ -64,6 +66,7 @@ def predict_fit(
         task=inspection.facts.name,
         device=inspection.devices,
         on_gpu=capabilities_of(traces.target).own_memory,
+        communicators=inspection.communicators,
         memory_limit_bytes=memory_limit_bytes,
         headroom=headroom,
         global_batch=inspection.global_batch,
@@ -107,6 +110,7 @@ class Question:
     Args:
         estimate: the peak of a config; None where nothing is known.
         outside_bytes: what a process holds on the device before the model is built.
+        communicators: what it holds beside that in a world.
         limit_bytes, usable_bytes: the most that the upper bound of a peak, and the peak itself, may be.
         dataset_size: samples in the training set, which bounds the batch; None without one.
     """
@@ -114,6 +118,7 @@ class Question:
     space: Space
     estimate: Callable[[Config], MemoryEstimate | None]
     outside_bytes: int
+    communicators: Communicators
     limit_bytes: int
     usable_bytes: int
     dataset_size: int | None
@@ -123,14 +128,17 @@ class Question:
         estimate = self.estimate(config)
         if estimate is None or (breakdown := estimate.breakdown) is None:
             return None
+        number = self.space.techniques.num_communicators(config, self.space.world)
+        outside_bytes = self.outside_bytes + self.communicators.bytes_of(number)
         return PredictedPeak(
             config=config.as_dict(),
             peak_bytes=estimate.peak_bytes,
             peak_low_bytes=estimate.low_bytes,
             peak_high_bytes=estimate.high_bytes,
             chance_to_fit=estimate.chance_within(self.usable_bytes),
-            allocator_bytes=estimate.peak_bytes - self.outside_bytes - breakdown.total_bytes,
-            outside_bytes=self.outside_bytes,
+            allocator_bytes=estimate.peak_bytes - outside_bytes - breakdown.total_bytes,
+            outside_bytes=outside_bytes,
+            num_communicators=number,
             **asdict(breakdown),
         )
 

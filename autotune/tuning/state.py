@@ -27,6 +27,7 @@ from autotune.study.history import History
 from autotune.study.store import Store
 from autotune.tuning.at_once import AtOnce
 from autotune.tuning.budget import COMPILING_PATIENCE, Budget, Patience, patience_for
+from autotune.tuning.communicators import keep_communicators
 from autotune.tuning.events import Listener, ProbeAdvanced, ProbeEnded, ProbeStarted
 from autotune.tuning.playoff import PlayOff
 from autotune.tuning.trace_ahead import Tracing
@@ -347,6 +348,7 @@ class Search:
         objective = self.history.objective.in_play_off() if in_play_off else self.history.objective
         trial = self.store.finish(flight.number, outcome, objective, disturbed=flight.disturbed is not None)
         self.history.append(trial)
+        keep_communicators(self.runner, self.inspection, self.store.place.folder, outcome)
         if proposal.stage == BASELINE and len(self.at_once.slots) > 1:
             if told := self.at_once.note_baseline(outcome):
                 self.warn(told)

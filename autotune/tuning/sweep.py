@@ -23,6 +23,7 @@ from autotune.runners.table import Figure, Header, Row, Table, TableError, figur
 from autotune.space import Space, build_space, require_possible
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques
+from autotune.tuning.communicators import keep_communicators, know_communicators
 from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.version import __version__
 
@@ -86,7 +87,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             comparing_s=COMPARING_S,
             world=runner.world,
         )
-        inspection = inspect(runner, job)
+        inspection = know_communicators(runner, inspect(runner, job), options.out.parent)
         space, _ = build_space(inspection, runner.techniques, include=options.include, exclude=options.exclude)
         space = _restrict(space, options.grid)
         recorded = _carried_on(begun, options.out, _header(inspection, space, settings), space.techniques)
@@ -104,6 +105,7 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
             for position, config in enumerate(todo, start=1):
                 row = Row(config=config, repeat=number, outcome=_run(runner, config, seeded))
                 rows.append(row)
+                keep_communicators(runner, inspection, options.out.parent, row.outcome)
                 table.append(options.out, recorded.header, row)
                 on_row(Progress(row=row, round=number, left=len(todo) - position))
     return table.read(options.out, runner.techniques)
@@ -171,6 +173,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         total_bytes=device.total_bytes,
         memory_limit_bytes=settings.memory_limit_bytes,
         outside_bytes=inspection.outside_bytes,
+        communicators=inspection.communicators,
         driver=device.driver,
         torch=device.torch_version,
         autotune=__version__,

@@ -416,6 +416,20 @@ def outside_over_time(knows):
     return [found_bytes // MIB for found_bytes in (first_bytes, grown_bytes, peak_bytes, beside_bytes)]
 
 
+def communicators_seen():
+    """What is seen of two communicators of 800 MiB by the card's use alone, and the peak outside the allocator."""
+    booked = Instruments.booked_bytes
+    Instruments.booked_bytes = lambda self: (None, booked(self)[1])
+    device = device_named("cuda:0")
+    device.enter()
+    cudart, address = ctypes.CDLL("libcudart.so.13"), ctypes.c_void_p()
+    for _ in range(2):
+        with device.count_communicators(1):
+            cudart.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(800 * MIB))
+    detail = device.memory_detail()
+    return detail["num_communicators"], detail["communicators_bytes"] // MIB, detail["outside_bytes"] // MIB
+
+
 @pytest.mark.played
 @pytest.mark.parametrize(
     ("knows", "first_mib", "beside_mib"),
@@ -432,6 +446,14 @@ def test_memory_outside_the_allocator_is_followed_by_whatever_tells_of_it(knows,
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     expected = [first_mib, first_mib + 300, first_mib + 300, beside_mib]
     assert run.stdout.strip().splitlines()[-1:] == [str(expected)], run.stderr
+
+
+@pytest.mark.played
+def test_communicators_are_counted_although_kernels_that_are_loaded_late_never_take_so_much(tmp_path):
+    program = "from tests.devices.test_cuda import communicators_seen; print(*communicators_seen())"
+    environment = variables(tmp_path / "books", A100)
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert run.stdout.strip().splitlines()[-1:] == [f"2 1600 {528 + 1600}"], run.stderr
 
 
 def judge_in_a_broken_context():

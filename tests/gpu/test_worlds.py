@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from autotune.records.outcome import Kind
+from autotune.study.caches import CALIBRATIONS
+from autotune.study.place import DEFAULT_FOLDER
 from autotune.study.reading import load_study
 from autotune.units import MIB
 from tests.driver.cards import A100, LAPTOP
@@ -22,18 +24,22 @@ from tests.driver.run import open_books, variables
 from tests.gpu.test_faults import GROUPS, MODEL
 from tests.short_play_off import AUTOTUNE
 
+NCCL_BYTES = GROUPS["nccl_mib"] * MIB  # of a communicator
+
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
 
 
-def probe(folder: Path, books: Path, config: dict[str, Any], **neighbours: int) -> tuple[dict[str, Any], Played]:
-    """The outcome of a probe of two cards, and the cards afterwards."""
+def probe(
+    folder: Path, books: Path, config: dict[str, Any], num_cards: int = 2, **neighbours: int
+) -> tuple[dict[str, Any], Played]:
+    """The outcome of a probe of some cards, and the cards afterwards."""
     (folder / "net.py").write_text(MODEL)
-    environment = variables(books, A100, 2, **GROUPS)
+    environment = variables(books, A100, num_cards, **GROUPS)
     played = open_books(environment)
     for number in neighbours.values():
         played.set_neighbour(number, 1)
     done = subprocess.run(
-        [*AUTOTUNE, "probe", "net.py", "--devices", "2", "--config", json.dumps(config), "--json"],
+        [*AUTOTUNE, "probe", "net.py", "--devices", str(num_cards), "--config", json.dumps(config), "--json"],
         env=environment,
         cwd=folder,
         capture_output=True,
@@ -43,13 +49,16 @@ def probe(folder: Path, books: Path, config: dict[str, Any], **neighbours: int) 
     return json.loads(done.stdout), played
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_cards_train_together_and_nothing_is_left_on_them(tmp_path: Path, parallel: str) -> None:
-    outcome, played = probe(tmp_path, tmp_path / "books", {"batch_size": 8, "parallel": parallel})
+@pytest.mark.parametrize(("parallel", "num_cards", "num_groups"), [("ddp", 2, 1), ("hsdp:2", 4, 3)])
+def test_cards_train_together_and_nothing_is_left_on_them(
+    tmp_path: Path, parallel: str, num_cards: int, num_groups: int
+) -> None:
+    outcome, played = probe(tmp_path, tmp_path / "books", {"batch_size": 8, "parallel": parallel}, num_cards)
     assert outcome["kind"] == "ok", outcome
-    assert outcome["world"]["size"] == 2
-    assert not played.processes(0)
-    assert not played.processes(1)
+    assert outcome["world"]["size"] == num_cards
+    assert [played.processes(number) for number in range(num_cards)] == [{}] * num_cards
+    memory = outcome["measurement"]["memory"]
+    assert (memory["num_communicators"], memory["communicators_bytes"]) == (num_groups, num_groups * NCCL_BYTES)
 
 
 DOCTOR = """
@@ -62,7 +71,7 @@ if __name__ == "__main__":
 
 def test_the_doctor_sees_two_cards_together_and_what_their_communicator_takes(tmp_path: Path) -> None:
     (tmp_path / "examine.py").write_text(DOCTOR)
-    environment = variables(tmp_path / "books", A100, 2, copies_up_to=65536, nccl_mib=100)
+    environment = variables(tmp_path / "books", A100, 2, **GROUPS)
     command = [sys.executable, "examine.py"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     lines = {line["name"]: line for line in json.loads(done.stdout)["lines"]}
@@ -71,7 +80,27 @@ def test_the_doctor_sees_two_cards_together_and_what_their_communicator_takes(tm
         "connection": "unavailable",  # the played NVML knows no links
         **dict.fromkeys(("devices together", "all-reduce", "all-gather", "reduce-scatter", "communicator"), "ok"),
     }, done.stderr
-    assert [rank["outside_bytes"] >= 100 * MIB for rank in lines["communicator"]["facts"]["ranks"]] == [True, True]
+    assert [rank["outside_bytes"] for rank in lines["communicator"]["facts"]["ranks"]] == [NCCL_BYTES] * 2
+    (kept,) = (tmp_path / DEFAULT_FOLDER / CALIBRATIONS).iterdir()
+    assert json.loads(kept.read_text())["measured"] == [[1, NCCL_BYTES]]
+
+
+def test_a_search_leaves_what_communicators_took_for_those_after_it(tmp_path: Path) -> None:
+    """Its first prediction is an estimate of 512 MiB."""
+    (tmp_path / "net.py").write_text(LARGE.replace("2048, 24", "512, 8"))
+    environment = variables(tmp_path / "books", A100, 2, **GROUPS)
+    limits = ["--trials", "1", "--budget", "60s", "--quiet"]
+    config = {"batch_size": 16}
+
+    def said(*arguments: str) -> dict[str, Any]:
+        command = [*AUTOTUNE, *arguments, "--devices", "2", "--json"]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return json.loads(done.stdout)
+
+    booked = said("search", "net.py", *limits)["baseline"]
+    predicted = said("predict", "net.py", "--config", json.dumps(config))
+    assert predicted["communicators"]["measured"] == [[1, NCCL_BYTES]]
+    assert predicted["config"]["peak_bytes"] == pytest.approx(booked["peak_bytes"], rel=0.01)
 
 
 def test_the_rank_that_runs_out_of_memory_is_named(tmp_path: Path) -> None:

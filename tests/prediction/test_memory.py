@@ -14,7 +14,8 @@ from autotune.prediction.cost import Probes, beyond
 from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.traces import TracedPeak
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
-from autotune.records.config import Config
+from autotune.records.config import Config, World
+from autotune.records.device import Communicators
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.techniques import Techniques, find_techniques
@@ -244,3 +245,27 @@ def test_two_processes_of_one_config_may_be_as_far_apart_as_convolutions_were_se
     estimate = traced(space, [ran(config)]).estimate(config)
     assert estimate is not None
     assert estimate.high_bytes - estimate.low_bytes > 0.14 * (estimate.peak_bytes - OUTSIDE_BYTES)
+
+
+def test_a_config_with_more_groups_of_processes_holds_more_communicators_and_probes_tell_how_much_they_hold() -> None:
+    space, _ = build_space(replace(inspection(), world=World(size=4), global_batch=None), find_techniques())
+    copies, hybrid = (space.complete({"batch_size": 4, "parallel": spread}) for spread in ("ddp", "hsdp:2"))
+    known = Communicators(guess_bytes=500 * MIB)
+
+    def held_mib(probes: Probes = ()) -> list[int]:
+        model = MemoryModel(NoisyPeaks(PROBER, target="cuda"), OUTSIDE_BYTES, space, probes, known)
+        alone = MemoryModel(NoisyPeaks(PROBER, target="cuda"), OUTSIDE_BYTES, space)
+        with_them, without = ([e.peak_bytes for e in m.estimates([copies, hybrid]) if e] for m in (model, alone))
+        return [(a - b) // MIB for a, b in zip(with_them, without, strict=True)]
+
+    assert held_mib() == [500, 1500]
+    config, outcome = ran(copies)
+    assert outcome.measurement is not None
+    seen = {"num_communicators": 1.0, "communicators_bytes": 200.0 * MIB}
+    of_one = replace(outcome.measurement, memory=seen, peak_bytes=outcome.measurement.peak_bytes + 200 * MIB)
+    found = MemoryModel(
+        NoisyPeaks(PROBER, target="cuda"), OUTSIDE_BYTES, space, [(config, replace(outcome, measurement=of_one))], known
+    ).estimates([copies, hybrid])
+    plain = MemoryModel(NoisyPeaks(PROBER, target="cuda"), OUTSIDE_BYTES, space, [(config, outcome)])
+    before = plain.estimates([copies, hybrid])
+    assert [(a.peak_bytes - b.peak_bytes) // MIB for a, b in zip(found, before, strict=True) if a and b] == [200, 600]

@@ -7,6 +7,7 @@ from typing import Any
 
 from autotune.records.capacity import GroupPrediction, MemoryPrediction, PredictedPeak
 from autotune.records.config import Choice
+from autotune.records.device import Communicators
 from autotune.report.capacity import first_words, prediction_sections
 from autotune.report.terminal import as_text
 from autotune.techniques import find_techniques
@@ -155,3 +156,16 @@ def test_where_everything_fits_one_breakdown_is_enough_and_the_end_of_looking_is
     bounded = tuple(replace(group, peak=PLAIN.peak) for group in everything)
     assert "The dataset has 32 samples, so no batch is larger." in flat(TABLE, groups=bounded, global_batch=None)
     assert "larger" not in flat(TABLE, groups=bounded)
+
+
+def test_it_says_whether_what_communicators_hold_was_measured_or_is_an_estimate() -> None:
+    alone = flat(TABLE)
+    assert "communicator" not in alone
+    groups = tuple(
+        replace(one, peak=replace(one.peak, num_communicators=number)) for one, number in ((PLAIN, 1), (BF16, 3))
+    )
+    guessed = Communicators(guess_bytes=512 * MIB)
+    said = flat(TABLE, groups=groups, communicators=guessed)
+    assert "buffers of collectives (1 communicator 512 MiB, an estimate; 3 communicators 1.50 GiB, an estimate)" in said
+    said = flat(TABLE, groups=groups, communicators=guessed.seen(1, 300 * MIB))
+    assert "(1 communicator 300 MiB, measured; 3 communicators 900 MiB, an estimate)" in said

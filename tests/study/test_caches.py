@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from autotune.files import drop_oldest
 from autotune.prediction.traces import Traces
-from autotune.records.device import Calibration, Rate
+from autotune.records.device import Calibration, Communicators, DeviceInfo, Rate
 from autotune.records.inspection import TaskFacts
+from autotune.study.caches import CALIBRATIONS, CalibrationCache, CommunicatorCache, TraceCache, agrees
 from autotune.study.caches import TRACES as FOLDER
-from autotune.study.caches import CalibrationCache, TraceCache, agrees
 from tests.prediction.test_traces import DEFAULT, PLAIN, TRACES, fit, piece
 
 MEASURED = Calibration(
@@ -102,3 +102,37 @@ def test_a_broken_calibration_counts_as_none(tmp_path):
 def test_a_calibration_in_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     CalibrationCache(tmp_path / "file", {}).write(MEASURED)
+
+
+CARD = DeviceInfo(name="cuda:0", model="A100", total_bytes=2**30, free_bytes=2**30, driver="580", torch_version="2.13")
+GUESS = Communicators(guess_bytes=512)
+
+
+def test_what_communicators_were_seen_to_hold_is_kept_the_most_of_each_number(tmp_path):
+    cache = CommunicatorCache(tmp_path, CARD, 4)
+    assert cache.known(GUESS) == GUESS
+    for number, num_bytes in ((3, 900), (1, 300), (1, 200), (1, 0)):
+        cache.keep(number, num_bytes)
+    known = CommunicatorCache(tmp_path, CARD, 4).known(GUESS)
+    assert (known.guess_bytes, known.measured) == (512, ((1, 300), (3, 900)))
+
+
+def test_other_processes_cards_drivers_or_variables_of_nccl_have_communicators_of_their_own(tmp_path, monkeypatch):
+    CommunicatorCache(tmp_path, CARD, 4).keep(1, 300)
+    others = [(replace(CARD, model="T4"), 4), (replace(CARD, driver="570"), 4), (CARD, 2)]
+    assert [CommunicatorCache(tmp_path, *other).known(GUESS) for other in others] == [GUESS] * 3
+    assert CommunicatorCache(tmp_path, replace(CARD, name="cuda:1"), 4).known(GUESS).is_measured(1)
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "4")
+    assert CommunicatorCache(tmp_path, CARD, 4).known(GUESS) == GUESS
+
+
+def test_a_broken_or_foreign_file_of_communicators_is_replaced(tmp_path):
+    cache = CommunicatorCache(tmp_path, CARD, 4)
+    cache.keep(1, 300)
+    (file,) = (tmp_path / CALIBRATIONS).iterdir()
+    foreign = file.read_text().replace("A100", "T4")
+    for content in ("", "[]", foreign, '{"measured": [[1]]}', "\x00"):
+        file.write_text(content)
+        assert cache.known(GUESS) == GUESS
+        assert cache.keep(1, 200).measured == ((1, 200),)
+        assert cache.known(GUESS).measured == ((1, 200),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
@@ -14,6 +14,9 @@ from autotune.group import Together
 from autotune.randomness import keep_randomness
 from autotune.task.batches import to_device
 from autotune.techniques.build import Build, Spread
+
+if TYPE_CHECKING:
+    from autotune.devices.base import Device
 
 
 class Around(nn.Module):
@@ -68,6 +71,18 @@ def mesh_over(device_type: str, size: int, number: int) -> Any:
 
     sizes = (size,) if number == size else (size // number, number)
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+
+
+def meet(device: Device, mesh: Any) -> None:
+    """Let each dimension of a mesh that is a group of its own hold its first collective now, where that takes memory of the device.
+
+    Else the first step would, in its midst.
+    """
+    if mesh.ndim == 1 or not device.capabilities.communicator_bytes:
+        return
+    with device.count_communicators(mesh.ndim):
+        for group in mesh.get_all_groups():
+            distributed.all_reduce(torch.zeros(1, device=device.torch_device), group=group)
 
 
 def shards(model: nn.Module, blocks: Sequence[nn.Module], *, mesh: Any, reshard: bool, **options: Any) -> Spread:
