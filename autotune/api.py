@@ -40,6 +40,7 @@ from autotune.records.result import Result
 from autotune.records.scaling import OnDevices, Scaling
 from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
+from autotune.runners.elsewhere import runner_elsewhere
 from autotune.runners.jobs import InspectJob, JobFailed
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
@@ -74,7 +75,7 @@ Asked = TypeVar("Asked", PredictOptions, ExplainOptions)
 def search(
     task: Task | str | Path,
     *,
-    runner: Runner | None = None,
+    runner: Runner | str | None = None,
     listeners: Sequence[Listener] | None = None,
     began_s: float | None = None,
     **options: Any,
@@ -83,7 +84,7 @@ def search(
 
     Args:
         task: a `Task`, or the path of a `model.py` (`model.py:task` names a `Task` in it).
-        runner: runs the probes; by default processes on this machine.
+        runner: runs the probes, or names what does, as `--runner` takes it; by default processes on this machine.
         listeners: watch the search; `autotune.trackers` has some. By default its progress is shown on stderr: a live table on a
             terminal, a line for each probe elsewhere. An empty list shows nothing.
         began_s: what `time.monotonic()` read when the user began to wait, from when the budget counts; by default now.
@@ -93,11 +94,12 @@ def search(
         AutotuneError: a `TaskError`, `ConfigError`, `DeviceError` or `StudyError` that the user can put right;
             `NothingFeasible` when no config runs within the limits; `Interrupted` after Ctrl-C.
     """
+    source = TaskSource.of(task)
+    if isinstance(runner, str):
+        runner, options = _open_elsewhere(runner, source, options)
     total_bytes = _total_bytes if runner is None else lambda device: runner.slots()[0].device.total_bytes
     asked = SearchOptions.of(options, total_bytes=total_bytes)
-    return run_search(
-        TaskSource.of(task), asked, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s
-    )
+    return run_search(source, asked, runner=runner, listener=Listeners(listeners_of(listeners)), began_s=began_s)
 
 
 @takes(SearchOptions)
@@ -539,6 +541,15 @@ def _tracing(source: TaskSource, device: str, logs: Path, timeout_s: float) -> R
 
 def _total_bytes(device: str) -> int:
     return open_device(device).info().total_bytes
+
+
+def _open_elsewhere(name: str, source: TaskSource, options: Mapping[str, Any]) -> tuple[Runner, dict[str, Any]]:
+    """The runner that a name stands for, and the options that are not its own."""
+    own = {"device", "devices", "slots"}
+    plain = SearchOptions.of({key: value for key, value in options.items() if key != "memory_limit"})
+    logs = place_of(plain.storage, plain.study, source.name).logs
+    runner = runner_elsewhere(name, source.with_global_batch(plain.global_batch), plain, logs)
+    return runner, {key: value for key, value in options.items() if key not in own}
 
 
 def _complete(config: Mapping[str, Choice], runner: Runner, world: World | None = None) -> Config:

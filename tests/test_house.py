@@ -168,6 +168,23 @@ def test_no_string_imports_from_a_room_above() -> None:
     assert not up
 
 
+@pytest.mark.parametrize("package", ["ray"])
+def test_an_engine_that_is_an_extra_is_named_in_its_runners_file_alone(package: str) -> None:
+    named = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        for tree in [ast.parse(path.read_text())]
+        for _, text in (*strings(tree), *imports(tree))
+        if re.search(rf"\b{package}\b", text, re.IGNORECASE)
+    }
+    assert named == {f"runners/{package}.py"}
+
+
+def test_importing_the_package_imports_no_engine_that_is_an_extra() -> None:
+    code = "import sys, autotune.api, autotune.cli.parser; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_each_technique_has_a_file_a_test_and_nothing_else_in_it() -> None:
     for name, technique in INSTALLED.items():
         module = importlib.import_module(type(technique).__module__)

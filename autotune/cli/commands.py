@@ -70,7 +70,7 @@ def search(options: argparse.Namespace) -> int:
             asked = read_options(options, CommandOptions)
             found = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
         else:
-            where = _runner(options) or {"began_s": options.began_s}
+            where = _runner(options) or {"began_s": options.began_s, "runner": options.runner}
             found = api.search(options.model, listeners=listeners, **where, **read_options(options, SearchOptions))
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
@@ -92,9 +92,10 @@ def _search_on_each(options: argparse.Namespace, listeners: Sequence[Listener]) 
     """A search for each number of devices."""
     from autotune import api
 
-    if options.script is not None or options.replay is not None:
+    if options.script is not None or options.replay is not None or options.runner is not None:
         raise ConfigError(
-            f"--devices {options.devices} searches a model file on each number of devices; give one, or a MODEL"
+            f"--devices {options.devices} searches a model file on each number of devices of this machine; give one number, or a MODEL "
+            "alone"
         )
     asked = {name: value for name, value in read_options(options, SearchOptions).items() if name != "devices"}
     sizes = [int(number) for number in options.devices.split(",")]

@@ -87,6 +87,8 @@ def _not_one_task(options: argparse.Namespace) -> str:
     scripts = options_given(options, CommandOptions).keys() - options_given(options, SearchOptions).keys()
     if options.script is not None and (options.model or options.replay):
         return f"--command and {options.model or options.replay} are two things to search; leave one out"
+    if options.runner and (options.script or options.replay):
+        return f"--runner {options.runner} probes a model file; leave it out, or {'--command' if options.script else '--replay'}"
     if options.script is None and scripts:
         return f"--{min(scripts)} is an option for training scripts; give the script's command line by --command"
     if options.script is None and options.model is None:
@@ -103,6 +105,11 @@ def _add_to_search(parser: Parser) -> None:
         "{output_dir} and the {NAME} of each --choices are filled in",
     )
     parser.group(RUN).add_argument("--replay", metavar="TABLE.csv", help="search a recorded table; nothing is trained")
+    parser.group(RUN).add_argument(
+        "--runner",
+        metavar="NAME[:WHERE]",
+        help="probe on other machines: the runner's name and, behind a colon, where; an unknown NAME lists them all",
+    )
     parser.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too")
     parser.group(OUTPUT).add_argument(
         "--track",

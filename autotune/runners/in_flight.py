@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,11 @@ class Host:
             other.beside.append(f"{job.label} on {stay.slot}")
         self._stays[stay.ticket] = stay
         return stay
+
+    def put_beside(self, ticket: int, labels: Iterable[str]) -> None:
+        """Say which jobs that are kept elsewhere have been in flight beside a job of this one, if that has not ended."""
+        if ticket in self._stays:
+            self._stays[ticket].beside[:] = labels
 
     def leave(self, ticket: int) -> Stay:
         """Free a job's slot, once it has ended."""

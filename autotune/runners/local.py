@@ -19,8 +19,7 @@ import psutil
 from autotune.devices import device_named, name_devices, open_device, require_linux
 from autotune.devices.linux import cores
 from autotune.devices.slots import SlotResources
-from autotune.errors import StudyError, TaskError
-from autotune.files import drop_oldest
+from autotune.errors import TaskError
 from autotune.records.config import Config, World
 from autotune.records.device import Slot
 from autotune.records.inspection import Inspection
@@ -30,11 +29,11 @@ from autotune.runners.compile_cache import CompileCache
 from autotune.runners.connection import Connection
 from autotune.runners.in_flight import Host, InFlight, Stay
 from autotune.runners.jobs import CheckJob, ConfigJob, Job, MeasureJob, TracingJob
+from autotune.runners.logs import Logs
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds
 
-KEPT_LOGS, KEPT_LOG_BYTES = 500, 64 * 2**20  # of one study's jobs: the oldest go
 TOGETHER = (MeasureJob, CheckJob)  # jobs that all ranks of a world run together
 HELD_SHARE = 0.1  # of what is free: less than that lets in no larger batch
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
@@ -147,7 +146,8 @@ class OneSlotRunner(Runner):
 
     def _arguments(self, job: Job[Any]) -> dict[str, Any]:
         """What the worker's function for this job takes."""
-        return {"device": self._slot if self._num_ranks(job) > 1 else self._device.name, **job.arguments()}
+        device = ",".join(self._devices) if self._num_ranks(job) > 1 else self._device.name
+        return {"device": device, **job.arguments()}
 
     def _num_ranks(self, job: Job[Any]) -> int:
         """Processes that run a job."""
@@ -163,6 +163,7 @@ class LocalRunner(OneSlotRunner):
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
         compiled: folder of what jobs compile; None for torch's own.
+        folder: for what is kept while it runs. It is deleted where this process dies; None for one that always is.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.
@@ -180,36 +181,37 @@ class LocalRunner(OneSlotRunner):
         compiled: Path | None = None,
         host: Host | None = None,
         resources: SlotResources | None = None,
+        folder: Path | None = None,
     ) -> None:
         require_linux()
         super().__init__(device, logs, host, devices, resources)
         if source is not None:
             self.task_name = source.name
         self._source = source
-        self._import_log = self._logs / "import.log"
+        self._log_files = Logs(self._logs)
+        self._folder = folder
         self._import_timeout_s = import_timeout_s
         self._fork = fork
         self.slow_start = ""  # why each probe starts a new interpreter, where that is so; known after entering
         self._compiled = None if compiled is None else CompileCache(compiled)
         self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
-        self._num_logs = 0
         self._connection: Connection | None = None
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-"))
+            folder = self._folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-"))
             self._channel = os.path.join(folder, "channel")
             os.mkfifo(self._channel, 0o600)
             if is_live := self._source is not None and self._source.live is not None:
                 self._source = self._source.hand_over(Path(folder))
-            self._open_logs()
-            stack.callback(self._tidy_logs)
+            self._log_files.open()
+            stack.callback(self._log_files.tidy)
             stack.callback(self._disconnect)
             try:
                 hello = self._connect().hello
             except TaskError:  # which tells what was printed
-                self._import_log.unlink(missing_ok=True)
+                self._log_files.imports.unlink(missing_ok=True)
                 raise
             self._resources = stack.pop_all()
         if self._source is not None:
@@ -237,10 +239,7 @@ class LocalRunner(OneSlotRunner):
 
     def _start(self, stay: Stay) -> InFlight:
         job = stay.job
-        drop_oldest(self._numbered_logs(), KEPT_LOGS, KEPT_LOG_BYTES)
-        log = self._logs / f"{self._num_logs:04d}-{job.name}.log"
-        log.write_bytes(b"")  # a log that cannot be written is no fault of the config that is about to run
-        self._num_logs += 1
+        log = self._log_files.begin(job.name)
         compiles = (
             self._source is not None  # what a command compiles is its own business
             and isinstance(job, ConfigJob)
@@ -327,34 +326,12 @@ class LocalRunner(OneSlotRunner):
             with contextlib.suppress(ProbeFault):  # `collect` finds out, too
                 self._connection.send({"cancel": ticket})
 
-    def _open_logs(self) -> None:
-        try:
-            self._logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StudyError(
-                f"the folder for logs {self._logs} cannot be created: {error.strerror}; run it in a folder that may be written to"
-            ) from None
-        # an earlier search's logs are still named in its outcomes
-        self._num_logs = max(map(_number, self._numbered_logs()), default=-1) + 1
-
-    def _numbered_logs(self) -> list[Path]:
-        """The logs of jobs, the newest first."""
-        return sorted(self._logs.glob("[0-9]*-*.log"), key=_number, reverse=True)
-
-    def _tidy_logs(self) -> None:
-        """Leave no import's log without content, and no folder without logs."""
-        with contextlib.suppress(OSError):
-            if not self._import_log.stat().st_size:
-                self._import_log.unlink()
-        with contextlib.suppress(OSError):
-            self._logs.rmdir()
-
     def _connect(self) -> Connection:
         """The supervisor; another one where the last has died."""
         if self._connection is None:
             self._connection = Connection(
                 self._source,
-                log=self._import_log,
+                log=self._log_files.imports,
                 folder=os.path.dirname(self._channel),
                 import_timeout_s=self._import_timeout_s,
                 fork=self._fork,
@@ -409,7 +386,3 @@ class LocalRunner(OneSlotRunner):
     @staticmethod
     def _must_end_s(running: InFlight) -> float:
         return running.started_s + running.job.timeout_s + PATIENCE_S
-
-
-def _number(log: Path) -> int:
-    return int(log.name.partition("-")[0])

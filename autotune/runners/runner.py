@@ -54,6 +54,10 @@ class SlotLost(ProbeFault):
         self.slot = slot
 
 
+class NoSlotLeft(ProbeFault):
+    """The last slot cannot be used any more, nor will there be another: nothing can be run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stated(Record):
     """What the task's author states, and how the task is named in a command.
@@ -133,6 +137,7 @@ class Runner(ABC):
         keeps_traces: whether its traces and calibrations hold for this machine, and may be kept for other searches.
         slowest_start: times the longest start so far that a probe's own may take: more where the user's code starts.
         task_name: of the task; it names the study, and is known before entering.
+        version: tells its measurements from others of the task; a part of the study's name, unless the user gives one.
         stated: what the task's author states; known after entering.
         notes: what the user should know of this runner; known after entering.
         world: the processes that train a config together.
@@ -141,6 +146,7 @@ class Runner(ABC):
     world: World = ALONE
     keeps_traces: bool = True
     slowest_start: float = 1.0
+    version: str = ""
     task_name: str
     stated: Stated = Stated()
     notes: tuple[str, ...] = ()
@@ -174,6 +180,10 @@ class Runner(ABC):
     def slots(self) -> tuple[Slot, ...]:
         """Where jobs may run, one in each at a time, with the devices as they are now. There is one at least."""
 
+    def new_slots(self) -> tuple[str, ...]:
+        """The names of slots that have come since this was last asked."""
+        return ()
+
     @abstractmethod
     def submit(self, job: Job[Any], slot: str = "") -> int:
         """Start a job. Returns its ticket. An outcome that comes of it says where it ran, and which jobs beside it.
@@ -194,6 +204,7 @@ class Runner(ABC):
         Raises:
             RuntimeError: nothing is in flight.
             SlotLost: a slot has died, and others are left.
+            NoSlotLeft: the last one has died.
             ProbeFault: the machinery failed; the job that it ran is gone.
         """
 

@@ -1,4 +1,4 @@
-"""`SlotsRunner`: probes at once on one machine, each in a slot of its own. Every slot is a `LocalRunner` with its supervisor."""
+"""Probes at once, each in a slot of its own. On one machine (`SlotsRunner`) every slot is a `LocalRunner` with its supervisor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from autotune.devices.linux import cores
 from autotune.devices.slots import Slots
@@ -21,74 +21,103 @@ from autotune.records.outcome import Outcome, Progress
 from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job, R
 from autotune.runners.local import LocalRunner
-from autotune.runners.runner import Finished, ProbeFault, Runner, SlotLost
+from autotune.runners.runner import Finished, ProbeFault, Runner, SlotLost, Stated
 from autotune.task.source import TaskSource
 
 
-class SlotsRunner(Runner):
+class Member(Protocol):
+    """One of several slots: a `LocalRunner`, or what passes jobs on to one elsewhere.
+
+    Attributes:
+        stated, notes: as of a `Runner`.
+        slow_start: why each probe starts a new interpreter there; empty where none does. Known after entering.
+    """
+
+    stated: Stated
+    notes: tuple[str, ...]
+    slow_start: str
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None:
+        """End what runs; also of one that was not entered."""
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The slot alone, with its device as it is now. Raises DeviceError where that does not answer."""
+        ...
+
+    def submit(self, job: Job[Any]) -> int:
+        """As `Runner.submit`; the ticket is unique among the members. Raises ProbeFault."""
+        ...
+
+    def collect(self, timeout_s: float | None) -> Finished | None:
+        """As `Runner.collect`. Raises ProbeFault."""
+        ...
+
+    def progress(self, ticket: int) -> Progress | None:
+        """As `Runner.progress`."""
+        ...
+
+    def found(self, ticket: int) -> Any:
+        """As `Runner.found`."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """As `Runner.cancel`."""
+
+    def learn(self, inspection: Inspection) -> None:
+        """Take over what later jobs need of an inspection that another member has made."""
+
+    @property
+    def news(self) -> tuple[list[int], float]:
+        """Descriptors that can be read when there is news of the job in flight, and when `collect` has to be called at the latest."""
+        ...
+
+    @property
+    def device_is_lost(self) -> bool:
+        """Whether the driver says that the device has gone."""
+        ...
+
+
+class SeveralSlots(Runner):
     """Runs every kind of job, as many at once as there are slots.
 
-    A slot whose device is lost, or whose supervisor dies, is taken out (`SlotLost`), unless it is the last one.
+    A slot whose device is lost, or whose machinery fails, is taken out (`SlotLost`), unless it is the last one. A subclass
+    makes the members, and enters them by `_enter_all`.
 
     Args:
         source: how a process gets the task.
-        found: the slots.
         logs: folder for what the user's code prints, a folder in it for each slot.
-        import_timeout_s, fork, compiled: as of `LocalRunner`.
-
-    Raises:
-        DeviceError: a device is not there, or this is not Linux.
     """
 
-    def __init__(
-        self,
-        source: TaskSource,
-        found: Slots,
-        *,
-        logs: Path,
-        import_timeout_s: float = 180.0,
-        fork: bool = True,
-        compiled: Path | None = None,
-    ) -> None:
+    def __init__(self, source: TaskSource, logs: Path) -> None:
         self.task_name = source.name
         self._logs = logs.absolute()
-        self._notes = found.notes
         self._is_live = source.live is not None
         self._host = Host()
         self._where: dict[int, str] = {}  # ticket -> slot
         self._lost: dict[str, str] = {}  # slots that were taken out -> what that says
-        num_cores = len(cores(frozenset[int]().union(*(slot.processors for slot in found.slots))))
-        self.slowest_start = max(1.0, len(found.slots) / num_cores)  # processes that start at once share the cores
-        self._devices = {slot.name: slot.device for slot in found.slots}
-        self._members = {
-            slot.name: LocalRunner(
-                source,
-                logs=self._logs / slot.name.replace(":", "-"),
-                import_timeout_s=import_timeout_s,
-                fork=fork,
-                compiled=compiled,
-                host=self._host,
-                resources=slot,
-            )
-            for slot in found.slots
-        }
+        self._members: dict[str, Member] = {}
+        self._resources = contextlib.ExitStack()  # of a runner that was entered
 
-    def __enter__(self) -> Self:
+    def _enter_all(self, at_once: int) -> None:
+        """Enter the members, so many at once: each imports torch and the model for seconds."""
         members = [*self._members.values()]
         with contextlib.ExitStack() as stack:
             stack.callback(self._tidy)
-            for member in members:
-                stack.push(member.__exit__)  # also of one that was not entered: it has nothing to end
-            # each imports torch and the model for seconds; a task that lives in this process is pickled by one at a time
-            with ThreadPoolExecutor(1 if self._is_live else len(members)) as pool:
+            stack.callback(self._leave_all)
+            with ThreadPoolExecutor(at_once) as pool:
                 entering = [pool.submit(member.__enter__) for member in members]
             for each in entering:
                 each.result()
             self._resources = stack.pop_all()
-        first = members[0]
-        self.stated, self.slow_start = first.stated, first.slow_start
-        self.notes = (*self._notes, *first.notes)
-        return self
+        self.stated, self.slow_start = members[0].stated, members[0].slow_start
+        self.notes += members[0].notes
+
+    def _leave_all(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for member in self._members.values():
+                stack.push(member.__exit__)
 
     def __exit__(self, *exc_info: object) -> None:
         self._resources.close()
@@ -167,7 +196,7 @@ class SlotsRunner(Runner):
         result = finished.result
         if isinstance(result, Outcome) and not result.ok and len(self._members) > 1:
             if self._members[name].device_is_lost:
-                raise self._lose(name, f"the driver says that {self._devices[name]} is gone", None, ticket)
+                raise self._lose(name, "the driver says that its device is gone", None, ticket)
             if result.device_fault:
                 raise self._lose(name, result.cause, None, ticket)
         if isinstance(result, Inspection):
@@ -206,3 +235,47 @@ class SlotsRunner(Runner):
         """Leave no folder without logs."""
         with contextlib.suppress(OSError):
             os.rmdir(self._logs)
+
+
+class SlotsRunner(SeveralSlots):
+    """Runs jobs in the slots of this machine.
+
+    Args:
+        source, logs: as of `SeveralSlots`.
+        found: the slots.
+        import_timeout_s, fork, compiled: as of `LocalRunner`.
+
+    Raises:
+        DeviceError: a device is not there, or this is not Linux.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        found: Slots,
+        *,
+        logs: Path,
+        import_timeout_s: float = 180.0,
+        fork: bool = True,
+        compiled: Path | None = None,
+    ) -> None:
+        super().__init__(source, logs)
+        self.notes = found.notes
+        num_cores = len(cores(frozenset[int]().union(*(slot.processors for slot in found.slots))))
+        self.slowest_start = max(1.0, len(found.slots) / num_cores)  # processes that start at once share the cores
+        for slot in found.slots:
+            self._members[slot.name] = LocalRunner(
+                source,
+                logs=self._logs / slot.name.replace(":", "-"),
+                import_timeout_s=import_timeout_s,
+                fork=fork,
+                compiled=compiled,
+                host=self._host,
+                resources=slot,
+            )
+
+    def __enter__(self) -> Self:
+        self._enter_all(
+            1 if self._is_live else len(self._members)
+        )  # a task that lives here is pickled by one at a time
+        return self

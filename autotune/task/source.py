@@ -190,7 +190,7 @@ def _files(source: TaskSource) -> dict[str, Path]:
     """The files of a task's code: those below the model file's folder by their path from there, others by module name."""
     model = Path(source.path).resolve() if source.path else None
     files = {} if model is None else {model.name: model}
-    for name, file in _imported_files():
+    for name, file in imported_files():
         if model is not None and file.is_relative_to(model.parent):
             files[file.relative_to(model.parent).as_posix()] = file
         else:
@@ -198,7 +198,7 @@ def _files(source: TaskSource) -> dict[str, Path]:
     return files
 
 
-def _imported_files() -> Iterator[tuple[str, Path]]:
+def imported_files() -> Iterator[tuple[str, Path]]:
     """Name and file of the user's own modules imported so far that belong to the task."""
     others = {*_STARTUP, *(module.__name__ for module in loaded_modules())}
     for name, module in list(sys.modules.items()):

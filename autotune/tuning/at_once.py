@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from autotune.devices import capabilities_of
@@ -45,6 +46,13 @@ class AtOnce:
     def lose(self, slot: str) -> None:
         """Go on without a slot."""
         self.slots = [name for name in self.slots if name != slot]
+
+    def gain(self, slot: str) -> None:
+        """Use one more slot. Where probes slowed each other down, no more run at once than before."""
+        if self.found.most >= len(self.slots):
+            self.found = replace(self.found, most=len(self.slots) + 1)
+        self.slots.append(slot)
+        self.found = replace(self.found, slots=tuple(self.slots))
 
     def wants(self) -> str:
         """How the baseline is to be run next: `alone`, `beside` other probes, or not at all, which is an empty text."""

@@ -88,6 +88,10 @@ class Budget:
         self.evaluation_s = share * max(0.0, self.budget_s - self.elapsed_s)
         self.budget_s -= self.evaluation_s
 
+    def end(self) -> None:
+        """Leave no time for anything more."""
+        self.budget_s, self.evaluation_s = self.elapsed_s / OVERRUN, 0.0
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the user began to wait."""

@@ -431,7 +431,8 @@ def lock_places(
         StudyError: another search holds it, it cannot be written, or its name is a path.
     """
     if runner is not None:
-        plain = place_of(options.storage, options.study or runner.default_study, runner.task_name)
+        study = runner.default_study if runner.default_study != runner.task_name else None
+        plain = place_of(options.storage, options.study or study, runner.task_name, runner.version)
     elif source is not None:
         several = f"on {options.devices}" if options.devices != ONE_DEVICE else ""
         parts = len(slots.slots) if slots is not None and slots.slots[0].name != slots.slots[0].device else 1

@@ -22,7 +22,7 @@ from autotune.records.options import SearchOptions
 from autotune.records.outcome import Bound, Kind, Outcome, calmer
 from autotune.records.study import BASELINE, PLAY_OFF, Neighbours, Prediction, Proposal, Trial
 from autotune.runners.jobs import ProbeJob
-from autotune.runners.runner import ProbeFault, Runner, SlotLost
+from autotune.runners.runner import NoSlotLeft, ProbeFault, Runner, SlotLost
 from autotune.study.history import History
 from autotune.study.store import Store
 from autotune.tuning.at_once import AtOnce
@@ -50,6 +50,7 @@ class Flight:
         began_s: when it was submitted, on the runner's clock; None before.
         disturbed: the outcome of its first run, if that was disturbed and this is the second.
         hopeless: why it was ended, and what is known of its config; None where it was not.
+        moved: whether it has lost a slot already, and runs in its second one.
     """
 
     number: int
@@ -62,6 +63,7 @@ class Flight:
     began_s: float | None = None
     disturbed: Outcome | None = None
     hopeless: tuple[str, Bound | None] | None = None
+    moved: bool = False
 
 
 @dataclass(kw_only=True)
@@ -101,11 +103,13 @@ class Search:
     at_once: AtOnce = field(init=False)
     _in_flight: dict[int, Flight] = field(default_factory=dict)  # by the runner's ticket
     _waiting: deque[Flight] = field(default_factory=deque)  # begun, for which there is no slot yet
+    _num_notes: int = 0  # of the runner, which were told
     _usual: set[str] = field(default_factory=set)  # disturbances that a second run met again: this machine is like that
 
     def __post_init__(self) -> None:
         self.at_once = AtOnce([slot.name for slot in self.runner.slots()], self.store.facts.neighbours)
         self.history.neighbours = self.at_once.found
+        self._num_notes = len(self.runner.notes)
 
     def proposer(self) -> Proposer:
         """A new proposer for the sampler that the user chose."""
@@ -238,6 +242,8 @@ class Search:
             ticket = self.runner.submit(ProbeJob(config=proposal.config, settings=settings), slot)
         except SlotLost as lost:
             self._go_on_without(lost, [flight])
+        except NoSlotLeft as fault:
+            self._end_early([flight], fault)
         except ProbeFault as fault:
             self._fault([flight], fault)
         except BaseException as error:
@@ -247,14 +253,45 @@ class Search:
             self._in_flight[ticket] = flight
 
     def _go_on_without(self, lost: SlotLost, flights: Sequence[Flight]) -> None:
-        """Take a slot out; what it ran waits for another one, before all others."""
+        """Take a slot out; what it ran waits for another one, before all others. It does so once."""
         self.at_once.lose(lost.slot)
         self.warn(str(lost))
         for flight in flights:
-            flight.slot, flight.hopeless = "", None
+            if flight.moved:  # it may be what they died of
+                self._end(flight, Outcome(kind=Kind.CRASHED, cause=f"two slots were lost while it ran: {lost}"))
+                continue
+            flight.slot, flight.hopeless, flight.moved = "", None, True
             self._waiting.appendleft(flight)
         left_out = (*self.at_once.found.left_out, str(lost))
         self._keep_neighbours(replace(self.at_once.found, left_out=left_out))
+        self._use_new_slots()
+
+    def _use_new_slots(self) -> bool:
+        """Use the slots that have come meanwhile. Returns whether there are any."""
+        gained = self.runner.new_slots()
+        for note in self.runner.notes[self._num_notes :]:
+            self.warn(note)
+        self._num_notes = len(self.runner.notes)
+        for slot in gained:
+            self.listener.tell(f"the slot {slot} has come, and is used from now on")
+            self.at_once.gain(slot)
+        if gained:
+            self._keep_neighbours(self.at_once.found)
+        return bool(gained)
+
+    def _end_early(self, flights: Sequence[Flight], fault: NoSlotLeft) -> None:
+        """End the search with what is known, since nothing can be run any more.
+
+        Raises:
+            NoSlotLeft: nothing is known.
+        """
+        for flight in flights:
+            self._give_up(flight, str(fault))
+        self._give_up_waiting(str(fault))
+        if self.history.best is None:
+            raise fault
+        self.warn(f"{fault}; the search ended early, and {GOES_ON}")
+        self.budget.end()
 
     def _keep_neighbours(self, found: Neighbours) -> None:
         self.at_once.found = self.history.neighbours = found
@@ -264,8 +301,8 @@ class Search:
         """Wait for the next probe to end.
 
         Returns:
-            Its trial; None if the machinery failed, if the probe was disturbed or lost its slot and runs again, or if the end of
-            the search cut it short.
+            Its trial; None if the machinery failed, if the probe was disturbed or lost its slot and runs again, if the end of
+            the search cut it short, or if a slot has come in which another may be started.
         """
         found = self._finish_next()
         if self.interrupted():
@@ -279,12 +316,17 @@ class Search:
         try:
             while (finished := self.runner.collect(LOOK_EVERY_S)) is None:
                 self._look_after_running()
-        except SlotLost as fault:
-            self._go_on_without(fault, [self._in_flight.pop(ticket) for ticket in fault.tickets or ()])
+                if self._use_new_slots():
+                    return None
+        except SlotLost as lost:
+            self._go_on_without(lost, [self._in_flight.pop(ticket) for ticket in lost.tickets or ()])
+            return None
+        except NoSlotLeft as fault:
+            self._end_early([self._in_flight.pop(ticket) for ticket in fault.tickets or ()], fault)
             return None
         except ProbeFault as fault:
-            lost = self._in_flight if fault.tickets is None else self._in_flight.keys() & set(fault.tickets)
-            self._fault([self._in_flight.pop(ticket) for ticket in tuple(lost)], fault)
+            gone = self._in_flight if fault.tickets is None else self._in_flight.keys() & set(fault.tickets)
+            self._fault([self._in_flight.pop(ticket) for ticket in tuple(gone)], fault)
             return None
         flight, outcome = self._in_flight.pop(finished.ticket), finished.result
         if outcome.device_fault:  # the device cannot be used any more: that tells nothing of the config

@@ -12,7 +12,7 @@ from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Overflow
-from autotune.runners import local
+from autotune.runners import logs
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
@@ -318,7 +318,7 @@ def test_a_module_that_cannot_be_imported_leaves_no_logs_behind(tmp_path):
 
 
 def test_the_oldest_logs_go_and_none_is_kept_that_says_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "KEPT_LOGS", 3)
+    monkeypatch.setattr(logs, "KEPT_LOGS", 3)
     for number in range(9998, 10003):
         (tmp_path / f"{number}-probe.log").write_text("printed")
     with LocalRunner(TaskSource.of(MODEL), device="cpu", logs=tmp_path) as runner:

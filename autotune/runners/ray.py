@@ -1,0 +1,619 @@
+"""`RayRunner`: jobs on the machines of a Ray cluster. Ray places one long-lived actor a slot, and carries calls to it; no more.
+
+No task a probe, and no retries: what becomes of a job whose machine is lost, the search decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar, Self
+from unittest import mock
+
+from autotune.devices import TYPES, capabilities_of, require_linux
+from autotune.devices.calibration import arithmetic
+from autotune.devices.cpu import CpuDevice
+from autotune.devices.cuda import CudaDevice
+from autotune.devices.linux import PROC
+from autotune.devices.slots import NEARLY_FREE
+from autotune.errors import AutotuneError, ConfigError, DeviceError, first_line, in_one_line
+from autotune.records.config import World
+from autotune.records.device import DeviceInfo, Slot, same_memory
+from autotune.records.options import ONE_DEVICE, ONE_SLOT, SearchOptions
+from autotune.runners.elsewhere import Elsewhere
+from autotune.runners.jobs import Job
+from autotune.runners.remote import Described, RemoteMember, Share, Station
+from autotune.runners.runner import NoSlotLeft, ProbeFault, Runner, SlotLost
+from autotune.runners.slots import SeveralSlots
+from autotune.task.parcel import pack
+from autotune.task.source import TaskSource
+from autotune.units import format_bytes, plural
+from autotune.version import __version__
+
+PLACE_S = 60.0  # for the first actor to start: a new process, which imports ray
+LATER_S = 10.0  # for the others after it; those whose machine is taken come later, or not
+LOOK_S = 2.0  # between two looks at the cluster's nodes
+ANOTHER_S = 30.0  # for another slot, where the last one is lost
+MOST_LOSSES = 2  # slots that a node may lose; it is not used any more then
+MOST_CALLS = 256  # that wait for an answer at once, each in a thread
+LOCAL = "local"  # Ray's name for a cluster of its own
+STORE_BYTES = 2**29  # of a Ray that is started here: what is sent of a task fits in
+# of a Ray that is started here: workers have this process's priority, memory is this package's concern, and nobody is told of it
+SETTINGS = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+Key = tuple[str, int]  # of a seat: Ray's id of its node, and its number there
+
+
+class OnRay(Elsewhere):
+    """`--runner ray`, `--runner ray:ADDRESS`."""
+
+    name: ClassVar[str] = "ray"
+    summary: ClassVar[str] = (
+        "the machines of a Ray cluster: ray://HOST:PORT, ray:HOST:PORT, or that of RAY_ADDRESS; else one on this machine"
+    )
+
+    def runner(self, source: TaskSource, options: SearchOptions, where: str, logs: Path) -> Runner:
+        address = f"{self.name}:{where}" if where.startswith("//") else where
+        return RayRunner(
+            source,
+            address=address,
+            device=options.device,
+            devices=options.devices,
+            slots=options.slots,
+            logs=logs,
+            import_timeout_s=max(180.0, options.budget_s),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What slots the user wants.
+
+    Attributes:
+        kind: `cpu` or `cuda`; `auto` takes the GPUs if the cluster has any.
+        size: devices that train a config together.
+        parts: slots that share the CPU of a node.
+        most: slots; None for as many as there are.
+    """
+
+    kind: str
+    size: int = 1
+    parts: int = 1
+    most: int | None = None
+
+    @property
+    def devices(self) -> str:
+        """The devices that train together, as a node's own `name_devices` takes them."""
+        return f"cpu:{self.size}" if self.size > 1 and not capabilities_of(self.kind).own_processors else str(self.size)
+
+    @classmethod
+    def of(cls, device: str, devices: str, slots: str) -> Self:
+        """Read it from the options. Raises ConfigError."""
+        if device not in ("auto", *TYPES):
+            raise ConfigError(
+                f"--device {device} names one device of one machine; on a Ray cluster expected one of auto, {', '.join(TYPES)}"
+            )
+        together = re.fullmatch(r"(?:(cpu):)?([1-9]\d*)", devices)
+        if together is None:
+            raise ConfigError(f"--devices {devices}: a Ray cluster chooses the devices; expected how many, 4 or cpu:4")
+        cut = re.fullmatch(r"(?:(cpu):)?([1-9]\d*)|all", slots)
+        if cut is None:
+            raise ConfigError(
+                f"--slots {slots}: a Ray cluster chooses the devices; expected how many slots, all, or cpu:2"
+            )
+        kinds = {kind for kind in (together[1], cut[1], device if device != "auto" else None) if kind}
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"--device {device}, --devices {devices} and --slots {slots} contradict each other; leave one out"
+            )
+        number = int(cut[2]) if cut[2] and slots != ONE_SLOT else None
+        return cls(
+            kind=next(iter(kinds), "auto"),
+            size=int(together[2]),
+            parts=number if number and cut[1] else 1,
+            most=None if cut[1] else number,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A place that Ray is asked for.
+
+    Attributes:
+        node: its name, unique in the cluster; `node_id` is Ray's.
+        num_cpus, num_gpus: what it takes of the node, so that Ray starts nothing else beside it.
+    """
+
+    node: str
+    node_id: str
+    share: Share
+    num_cpus: float
+    num_gpus: int
+
+    @property
+    def key(self) -> Key:
+        """Tells it from others."""
+        return self.node_id, self.share.index
+
+
+class RayStation(Station):
+    """A `Station` in an actor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes = undo_for_workers()
+
+    def whereabouts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The numbers that Ray has for the actor's GPUs on their node, and what of Ray's own ways could not be undone there."""
+        import ray
+
+        return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ())), self.notes
+
+
+def undo_for_workers() -> tuple[str, ...]:
+    """Make this process what Ray's node itself is, and with it what it starts. Ray gives its workers a low priority, few threads and
+    a high score for the kernel's out-of-memory killer, and blocks a signal.
+
+    Returns:
+        What could not be undone, in words.
+    """
+    node = os.getppid()
+    notes: tuple[str, ...] = ()
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, node))
+    except PermissionError:
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        notes = (
+            f"Ray's workers have a nice level of {nice}: all other work goes before probes; set RAY_worker_niceness=0 where Ray is started",
+        )
+    with contextlib.suppress(OSError):  # no more than a score
+        (PROC / "self/oom_score_adj").write_text((PROC / f"{node}/oom_score_adj").read_text())
+    if b"\0OMP_NUM_THREADS=" not in b"\0" + (PROC / f"{node}/environ").read_bytes():
+        os.environ.pop("OMP_NUM_THREADS", None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return notes
+
+
+class ActorLine:
+    """Calls an actor."""
+
+    def __init__(self, actor: Any, node: str) -> None:
+        self._actor, self._node = actor, node
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        told: Future[Any] = getattr(self._actor, method).remote(*arguments).future()
+        told.add_done_callback(lambda told: self._pass_on(told, answer))
+        return answer
+
+    def close(self) -> None:
+        import ray
+
+        with contextlib.suppress(Exception):  # it is gone already, or the cluster is
+            ray.kill(self._actor)
+
+    def _pass_on(self, told: Future[Any], answer: Future[Any]) -> None:
+        from ray.exceptions import ActorUnavailableError, RayTaskError
+
+        error = told.exception()
+        if error is None:
+            answer.set_result(told.result())
+        elif isinstance(error, RayTaskError):
+            cause = error.cause
+            answer.set_exception(cause if isinstance(cause, AutotuneError) else ProbeFault(in_one_line(cause)))
+        elif isinstance(error, ActorUnavailableError):
+            answer.set_exception(ConnectionError(first_line(error)))
+        else:
+            answer.set_exception(ProbeFault(f"its process on {self._node} has ended: {_why(error)}"))
+
+
+def _why(error: BaseException) -> str:
+    """What Ray says of an actor that died, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if re.search(r"because|cause|died|ModuleNotFoundError|ImportError", line)]
+    return (told or lines or [type(error).__name__])[-1][:300]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A seat whose actor has said what is there.
+
+    Attributes:
+        gpus: the numbers that Ray has for the GPUs on their node.
+        notes: what of Ray's ways could not be undone.
+    """
+
+    seat: Seat
+    line: ActorLine
+    described: Described
+    gpus: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def slot(self) -> str:
+        """The slot's name."""
+        kind, share = self.described.device.kind, self.seat.share
+        number = ",".join(self.gpus) if self.gpus else str(share.index) if share.num > 1 else ""
+        return f"{self.seat.node}/{kind}" + (f":{number}" if number else "")
+
+    def unlike(self, other: DeviceInfo) -> str:
+        """What is otherwise there than on another machine, in words; empty where all that measurements depend on is alike."""
+        here = self.described.device
+        if self.described.autotune != __version__:
+            return f"autotune {self.described.autotune}, and {__version__} is needed"
+        if self.described.num_cores < self.seat.share.num:
+            return f"{plural(self.described.num_cores, 'core')} for {plural(self.seat.share.num, 'slot')}"
+        return differences(here, other)
+
+
+def differences(one: DeviceInfo, other: DeviceInfo) -> str:
+    """What one device has and another has not, in words, as far as measurements depend on it; empty where they are alike."""
+    said = []
+    if one.model != other.model:
+        said.append(one.model)
+    if not same_memory(one.total_bytes, other.total_bytes):
+        said.append(f"{format_bytes(one.total_bytes)} of memory")
+    if one.num_threads != other.num_threads:
+        said.append(plural(one.num_threads, "thread"))
+    if one.driver != other.driver:
+        said.append(f"the driver {one.driver}")
+    if one.torch_version != other.torch_version:
+        said.append(f"torch {one.torch_version}")
+    return " and ".join(said)
+
+
+@contextlib.contextmanager
+def connect(address: str) -> Iterator[Any]:
+    """The module `ray`, connected to a cluster: the one that this process is connected to already, else that of the address.
+
+    Raises:
+        ConfigError: none answers there.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield ray
+        return
+    with contextlib.ExitStack() as stack:
+        own: dict[str, Any] = {}
+        if address == LOCAL:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True))
+            own = {
+                "include_dashboard": False,
+                "object_store_memory": STORE_BYTES,
+                "_node_ip_address": "127.0.0.1",
+                "_temp_dir": folder,
+            }
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            with mock.patch.dict(os.environ, SETTINGS if own else {}):
+                ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
+        except Exception as error:
+            raise ConfigError(
+                f"no Ray cluster can be reached at {address} ({first_line(error)}); expected the address of a running one, whose Ray "
+                f"and Python are those of this process ({ray.__version__}), or none for a Ray on this machine alone"
+            ) from error
+        stack.callback(ray.shutdown)
+        signal.signal(signal.SIGTERM, handler)
+        yield ray
+
+
+class RayRunner(SeveralSlots):
+    """Runs jobs in slots on the nodes of a Ray cluster.
+
+    It connects when its slots are first asked for. Nodes unlike most are left out. A node that comes later is used, too.
+
+    Args:
+        source: how a process gets the task.
+        address: as `ray.init` takes it; empty for that of RAY_ADDRESS, or else a Ray of its own on this machine.
+        device: `auto`, `cpu` or `cuda`.
+        devices: how many of a node train a config together: `4`, or `cpu:2` for processes on its CPU.
+        slots: at most so many slots; `cpu:2` cuts the CPU of each node into so many. By default each GPU, or each node's CPU, is one.
+        logs: folder for what the user's code prints, which comes home.
+        import_timeout_s: for importing torch and the user's module.
+
+    Raises:
+        ConfigError: Ray is not installed, or an option cannot be had on it.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        *,
+        logs: Path,
+        address: str = "",
+        device: str = "auto",
+        devices: str = ONE_DEVICE,
+        slots: str = ONE_SLOT,
+        import_timeout_s: float = 180.0,
+    ) -> None:
+        require_linux()
+        if find_spec("ray") is None:
+            raise ConfigError(
+                "--runner ray needs Ray, which is not installed; `pip install 'autotune-torch[ray]'` adds it"
+            )
+        super().__init__(source, logs)
+        self._source = source
+        self._address = address or os.environ.get("RAY_ADDRESS", "") or LOCAL
+        self._wish = Wish.of(device, devices, slots)
+        self.world = World(size=self._wish.size)
+        several = f"on {devices}" if devices != ONE_DEVICE else ""
+        parts = f"on 1 of {self._wish.parts} parts" if self._wish.parts > 1 else ""
+        self.version = " ".join(filter(None, (source.version, several, parts)))
+        self._import_timeout_s = import_timeout_s
+        self._reference: DeviceInfo | None = None  # what all slots are like; known once it is connected
+        self._cluster = contextlib.ExitStack()
+        self._pool = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="autotune-ray")
+        self._lines: list[ActorLine] = []
+        self._nodes: dict[str, str] = {}  # Ray's id -> name
+        self._asked: dict[Key, str] = {}  # seats -> the slot that came of each; empty where none has
+        self._losses = Counter[str]()  # slots that a node, by Ray's id, has lost
+        self._coming: dict[Seat, Future[RemoteMember]] = {}
+        self._looking: Future[list[dict[str, Any]]] | None = None
+        self._looked_s = 0.0
+        self._gained: list[str] = []
+
+    def __enter__(self) -> Self:
+        self._open()
+        self._enter_all(len(self._members))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        self._cluster.close()
+
+    def slots(self) -> tuple[Slot, ...]:
+        self._open()
+        return super().slots()
+
+    def new_slots(self) -> tuple[str, ...]:
+        self._look()
+        gained, self._gained = tuple(self._gained), []
+        return gained
+
+    def submit(self, job: Job[Any], slot: str = "") -> int:
+        if not self._members:
+            raise NoSlotLeft("the Ray cluster has no slot left", ())
+        return super().submit(job, slot)
+
+    def _open(self) -> None:
+        """Connect to the cluster, and find the slots."""
+        if self._reference is not None:
+            return
+        parcel = pack(self._source)
+        told = {name: value for name, value in arithmetic().items() if value}
+        parcel = replace(parcel, environment={**told, **parcel.environment})
+        with contextlib.ExitStack() as stack:
+            self._ray = stack.enter_context(connect(self._address))
+            stack.callback(self._pool.shutdown)
+            stack.callback(self._close_lines)
+            self._parcel = self._ray.put(parcel)
+            self._reference = self._find_slots()
+            self._cluster = stack.pop_all()
+        nodes = {name.rpartition("/")[0] for name in self._members}
+        self.notes = (
+            f"{plural(len(self._members), 'slot')} on {plural(len(nodes), 'node')}: {', '.join(self._members)}",
+            f"sent to each node: {parcel.describe()}",
+            *self.notes,
+        )
+
+    def _find_slots(self) -> DeviceInfo:
+        """Make the members that there can be now. Returns what their devices are like.
+
+        Raises:
+            DeviceError: there is none.
+        """
+        if self._wish.kind == "auto":
+            has_gpus = any(node["Resources"].get("GPU") for node in self._ray.nodes() if node["Alive"])
+            self._wish = replace(self._wish, kind=CudaDevice.kind if has_gpus else CpuDevice.kind)
+        seats = self._seats(self._ray.nodes())
+        asked = {seat: self._begin(seat) for seat in seats}
+        wait(asked.values(), PLACE_S, FIRST_COMPLETED)
+        wait(asked.values(), LATER_S)
+        found, told = [], []
+        for seat, answer in asked.items():
+            if not answer.done():
+                self._coming[seat] = self._pool.submit(self._bring, answer)
+                told.append(f"{seat.node} is not used yet: others hold what a slot there needs, as `ray status` shows")
+                continue
+            try:
+                found.append(answer.result())
+            except AutotuneError as error:
+                told.append(f"{seat.node} is left out: {error}")
+        if not found:
+            raise DeviceError(
+                f"no node of the Ray cluster can be used: {'; '.join(dict.fromkeys(told)) or self._why_no_seat()}"
+            )
+        reference, unlike = self._settle(found)
+        self.notes = tuple(dict.fromkeys((*told, *unlike, *(note for one in found for note in one.notes))))
+        return reference
+
+    def _why_no_seat(self) -> str:
+        """Why no node has room for a slot."""
+        kind, size = self._wish.kind, self._wish.size
+        if not capabilities_of(kind).own_processors:
+            return "none has a CPU that Ray may use"
+        most = max((int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]), default=0)
+        if not most:
+            return "none has a GPU; use --device cpu to train on CPUs"
+        return (
+            f"--devices {size} are more than one node has ({most}), and processes that train together run on one node: they find and "
+            "watch each other through its files"
+        )
+
+    def _settle(self, found: list[Found]) -> tuple[DeviceInfo, list[str]]:
+        """Take in the slots that are like most. Returns what they are like, and what to tell of the others and of this machine."""
+        infos = [one.described.device for one in found]
+        here = self._device_here()
+        alike = [sum(not differences(info, other) for other in infos) for info in infos]
+        best = max(
+            range(len(infos)),
+            key=lambda place: (alike[place], here is not None and not differences(infos[place], here)),
+        )
+        reference, told = infos[best], []
+        most_bytes = max(info.free_bytes for info in infos if not differences(info, reference))
+        for one in found:
+            unlike = one.unlike(reference)
+            free_bytes = one.described.device.free_bytes
+            if not unlike and capabilities_of(reference.name).own_memory and free_bytes < NEARLY_FREE * most_bytes:
+                unlike = f"{format_bytes(free_bytes)} of memory free, where another has {format_bytes(most_bytes)}"
+            full = self._wish.most is not None and len(self._members) >= self._wish.most
+            if unlike:
+                told.append(
+                    f"{one.seat.node} is left out: it has {unlike}; measurements of unlike machines are not compared"
+                )
+            if unlike or full:
+                one.line.close()
+            else:
+                self._members[one.slot] = self._member(one)
+                self._asked[one.seat.key] = one.slot
+        if not self._members:
+            raise DeviceError("; ".join(["no node of the Ray cluster can be used", *told]))
+        self.keeps_traces = here is not None and not differences(reference, here)
+        if here is not None and not self.keeps_traces:
+            told.append(
+                f"probes run on {reference.model} with {format_bytes(reference.total_bytes)} and torch {reference.torch_version}; this "
+                f"machine has {differences(here, reference)}"
+            )
+        return reference, told
+
+    def _device_here(self) -> DeviceInfo | None:
+        """The device of this machine as a slot would have it; None where it has none of the kind."""
+        share = Share(kind=self._wish.kind, devices=self._wish.devices, index=0, num=self._wish.parts)
+        try:
+            return Station().describe(share).device
+        except DeviceError:
+            return None
+
+    def _seats(self, nodes: list[dict[str, Any]]) -> list[Seat]:
+        """The seats of living nodes that were not asked for yet: the first of each node, then the second of each, and so on."""
+        found = []
+        for node in nodes:
+            name = self._name(node)
+            cpus, gpus = int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0))
+            on_cpu = not capabilities_of(self._wish.kind).own_processors
+            num = (self._wish.parts if cpus else 0) if on_cpu else gpus // self._wish.size
+            if not node["Alive"] or self._losses[node["NodeID"]] >= MOST_LOSSES:
+                continue
+            for index in range(num):
+                share = Share(kind=self._wish.kind, devices=self._wish.devices, index=index, num=num)
+                num_cpus = cpus // num if cpus >= num else cpus / num
+                found.append(
+                    Seat(
+                        node=name,
+                        node_id=node["NodeID"],
+                        share=share,
+                        num_cpus=num_cpus,
+                        num_gpus=0 if on_cpu else self._wish.size,
+                    )
+                )
+        found = [seat for seat in found if seat.key not in self._asked]
+        return sorted(found, key=lambda seat: seat.share.index)
+
+    def _name(self, node: dict[str, Any]) -> str:
+        """The name of a node: its host's, with a number where it is not the first of that host."""
+        if node["NodeID"] not in self._nodes:
+            host, number = node["NodeManagerHostname"], 1
+            while (name := host if number == 1 else f"{host}.{number}") in self._nodes.values():
+                number += 1
+            self._nodes[node["NodeID"]] = name
+        return self._nodes[node["NodeID"]]
+
+    def _begin(self, seat: Seat) -> Future[Found]:
+        self._asked[seat.key] = ""
+        return self._pool.submit(self._ask, seat)
+
+    def _ask(self, seat: Seat) -> Found:
+        """Have Ray place an actor, however long that takes, and ask what is there. Raises ProbeFault, DeviceError."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        placed = self._ray.remote(max_restarts=0, max_task_retries=0)(RayStation)
+        there = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
+        actor = placed.options(num_cpus=seat.num_cpus, num_gpus=seat.num_gpus, scheduling_strategy=there).remote()
+        line = ActorLine(actor, seat.node)
+        self._lines.append(line)
+        described = line.call("describe", seat.share).result()
+        gpus, notes = line.call("whereabouts").result()
+        return Found(seat=seat, line=line, described=described, gpus=gpus, notes=notes)
+
+    def _member(self, found: Found) -> RemoteMember:
+        return RemoteMember(
+            found.slot,
+            found.line,
+            found.described.device,
+            found.seat.share,
+            self._parcel,
+            host=self._host,
+            logs=self._logs / re.sub("[/:]", "-", found.slot),
+            import_timeout_s=self._import_timeout_s,
+        )
+
+    def _bring(self, asked: Future[Found]) -> RemoteMember:
+        """A slot that comes later, ready to run jobs. Raises AutotuneError where it is left out."""
+        found = asked.result()
+        assert self._reference is not None
+        if unlike := found.unlike(self._reference):
+            found.line.close()
+            raise DeviceError(f"it has {unlike}; measurements of unlike machines are not compared")
+        return self._member(found).__enter__()
+
+    def _look(self) -> None:
+        """Look at the cluster now and then: ask for seats on new nodes, and take in the slots that have come of such."""
+        if self._looking is not None and self._looking.done():
+            looked, self._looking = self._looking, None
+            room = self._wish.most - len(self._members) - len(self._coming) if self._wish.most is not None else None
+            for seat in self._seats(looked.result())[:room] if looked.exception() is None else []:
+                self._coming[seat] = self._pool.submit(self._bring, self._begin(seat))
+        if self._looking is None and time.monotonic() >= self._looked_s + LOOK_S:
+            self._looked_s, self._looking = time.monotonic(), self._pool.submit(self._ray.nodes)
+        for seat, coming in tuple(self._coming.items()):
+            if not coming.done():
+                continue
+            del self._coming[seat]
+            try:
+                member = coming.result()
+            except AutotuneError as error:
+                self.notes += (f"{seat.node} is left out: {error}",)
+                continue
+            self._members[member.name] = member
+            self._asked[seat.key] = member.name
+            self._lost.pop(member.name, None)
+            self._gained.append(member.name)
+
+    def _lose(self, name: str, why: str, fault: ProbeFault | None, *tickets: int) -> SlotLost:
+        """Take a slot out. Its node may give another one; where it was the last slot, that is waited for.
+
+        Raises:
+            NoSlotLeft: none has come.
+        """
+        self._pool.submit(self._members.pop(name).__exit__, None, None, None)
+        key = next(key for key, slot in self._asked.items() if slot == name)
+        del self._asked[key]
+        self._losses[key[0]] += 1
+        said = f"the slot {name} is taken out: {why}"
+        deadline = time.monotonic() + ANOTHER_S
+        while not self._members and time.monotonic() < deadline:
+            self._look()
+            time.sleep(LOOK_S / 10)
+        if not self._members:
+            raise NoSlotLeft(f"{said}; it was the last one, and the cluster has no other", tickets)
+        said = f"{said}; the search goes on with {', '.join(self._members)}"
+        if name not in self._members:
+            self._lost[name] = said
+        return SlotLost(said, name, tickets)
+
+    def _close_lines(self) -> None:
+        for line in self._lines:
+            line.close()

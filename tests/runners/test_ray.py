@@ -1,0 +1,172 @@
+"""Slots on the nodes of a Ray cluster: two played nodes with two slots each. Whatever dies, no finished trial and no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.records.config import ProbeSettings
+from autotune.records.outcome import Kind, Outcome
+from autotune.runners.jobs import ProbeJob
+from autotune.runners.ray import RayRunner, Wish
+from autotune.task.source import TaskSource
+from autotune.techniques import find_techniques
+from tests.room import limit_bytes
+from tests.short_play_off import AUTOTUNE
+
+if find_spec("ray") is None:
+    pytest.skip("needs Ray: pip install 'autotune-torch[ray]'", allow_module_level=True)
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import os
+import torch
+
+def build_model():
+    with open("/proc/self/oom_score_adj") as score:
+        print("nice", os.nice(0), "score", score.read().strip(), "OMP", os.environ.get("OMP_NUM_THREADS"))
+    return torch.nn.Linear(8, 8)
+
+def make_batch(size):
+    return torch.ones(size, 8)
+
+def training_step(model, batch):
+    return model(batch).square().mean()
+"""
+SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.2, max_warmup_s=0.2, timeout_s=60)
+SLOTS = ("cpu:0", "cpu:1")  # of each node
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes on the loopback address, each with two CPUs for Ray, as one host plays them."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then stays on the loopback address
+        from ray.cluster_utils import Cluster
+
+        node = {"num_cpus": 2, "object_store_memory": 2**27}
+        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        cluster.add_node(**node)
+        yield cluster
+        cluster.shutdown()
+
+
+def left_behind() -> list[str]:
+    """Processes of ours that still run for a search, as command lines."""
+    lines = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if "autotune.runners" in line and process.pid != os.getpid():
+            lines.append(line)
+    return lines
+
+
+def test_a_whole_search_of_a_study(cluster: Any, tmp_path: Path, measured_once: None) -> None:
+    small = {"DIGITS_WIDTH": "4", "DIGITS_DEPTH": "1", "DIGITS_PIXELS": "8"}
+    options = ["--runner", f"ray:{cluster.address}", "--slots", "cpu:2", "--budget", "3m", "--trials", "6", "--json"]
+    done = subprocess.run(
+        [*AUTOTUNE, "search", str(ROOT / "studies" / "digits" / "model.py"), *options],
+        cwd=tmp_path,
+        env={**os.environ, **small, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(done.stderr)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["outcomes"] == {"ok": result["probes"]} and result["probes"] >= 4
+    assert "DIGITS_WIDTH" in done.stderr and "4 slots on 2 nodes" in done.stderr
+    assert not left_behind()
+
+
+@pytest.fixture(scope="module")
+def runner(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRunner]:
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "model.py").write_text(MODEL)
+    source = TaskSource.of(folder / "model.py")
+    with RayRunner(source, address=cluster.address, slots="cpu:2", logs=folder / "logs") as runner:
+        yield runner
+
+
+def probe(batch_size: int = 4) -> ProbeJob:
+    return ProbeJob(config=find_techniques().complete({"batch_size": batch_size}), settings=SETTINGS)
+
+
+def collect(runner: RayRunner, number: int) -> list[Outcome]:
+    found = []
+    for _ in range(number):
+        finished = runner.collect()
+        assert finished is not None
+        found.append(finished.result)
+    return sorted(found, key=lambda outcome: outcome.slot)
+
+
+def test_each_node_has_its_slots_and_is_named(runner: RayRunner) -> None:
+    names = [slot.name for slot in runner.slots()]
+    host = names[0].partition("/")[0]
+    assert names == [f"{host}/cpu:0", f"{host}.2/cpu:0", f"{host}/cpu:1", f"{host}.2/cpu:1"]
+    assert {slot.device.num_threads for slot in runner.slots()} == {1}
+    assert runner.notes[0].startswith("4 slots on 2 nodes: ") and "sent to each node: model.py (" in runner.notes[1]
+
+
+def test_probes_run_at_once_on_all_of_them_and_their_logs_come_home(runner: RayRunner) -> None:
+    for size in (4, 8, 12, 16):
+        runner.submit(probe(size))
+    with pytest.raises(RuntimeError, match="all slots are taken"):
+        runner.submit(probe())
+    outcomes = collect(runner, 4)
+    assert [(outcome.kind, outcome.slot) for outcome in outcomes] == [
+        (Kind.OK, s.name) for s in sorted(runner.slots(), key=str)
+    ]
+    assert all(len(outcome.beside) == 3 for outcome in outcomes)
+    own_score = Path("/proc/self/oom_score_adj").read_text().strip()
+    for outcome in outcomes:  # and what Ray does to its workers is undone
+        assert f"nice {os.nice(0)} score {own_score} OMP None" in Path(outcome.log).read_text()
+
+
+def test_a_probe_is_followed_and_ended_by_its_ticket(runner: RayRunner) -> None:
+    ticket = runner.submit(probe())
+    assert runner.progress(ticket) is not None and runner.progress(ticket + 1) is None
+    runner.cancel(ticket)
+    assert collect(runner, 1)[0].kind in (Kind.TIMEOUT, Kind.OK)  # it may have ended before
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("auto", "1", "1"), Wish(kind="auto")),
+        (("auto", "1", "all"), Wish(kind="auto")),
+        (("cuda", "4", "2"), Wish(kind="cuda", size=4, most=2)),
+        (("auto", "cpu:2", "cpu:3"), Wish(kind="cpu", size=2, parts=3)),
+    ],
+)
+def test_the_options_say_which_slots(options: tuple[str, str, str], expected: Wish) -> None:
+    assert Wish.of(*options) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("cuda:1", "1", "1"),
+        ("auto", "cuda:0,1", "1"),
+        ("auto", "all", "1"),
+        ("auto", "1", "cuda:0"),
+        ("cuda", "1", "cpu:2"),
+    ],
+)
+def test_options_that_name_one_machines_devices_are_refused(options: tuple[str, str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"expected|contradict"):
+        Wish.of(*options)
