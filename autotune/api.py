@@ -139,7 +139,7 @@ def search_on_each(
         own = replace(
             asked,
             devices=devices[size],
-            budget_s=asked.budget_s / len(sizes),
+            budget_s=None if asked.budget_s is None else asked.budget_s / len(sizes),
             study=f"{asked.study} on {size}" if asked.study and size > 1 else asked.study,
         )
         listener = Listeners(listeners_of(listeners))

@@ -160,6 +160,15 @@ class Acquisition:
         chance_of_best = np.where(safe, to_win * chance * self._chance_of_speed(configs), 0.0)
         return Posterior(peaks, to_win, to_fit, chance_of_best, improvement * chance_of_best / self._cost(configs))
 
+    def expected_gain(self, config: Config) -> float | None:
+        """The expected gain of a config over the best, as a logarithm of the merit; None while nothing is known to fit."""
+        if self.best is None:
+            return None
+        peaks = self.memory.estimates([config])
+        to_win, beyond = self._winning([config], peaks)
+        to_run = self.posterior([config]).to_fit * self._chance_to_run([config]) * self._chance_of_speed([config])
+        return float(((beyond + BETTER * to_win) * to_run)[0])
+
     def _cost(self, configs: Sequence[Config]) -> Array:
         """How long a probe of each config takes, in units of one that has nothing to compile."""
         return np.array([1 + self._setup_s(config) / self._probe_s for config in configs])

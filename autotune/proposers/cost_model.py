@@ -80,6 +80,10 @@ class CostModel:
         """The prediction for a config; None if it cannot be computed."""
         return self._ask(history, lambda models: models.predict(config), lambda: None)
 
+    def expected_gain(self, history: History, config: Config) -> float | None:
+        """The expected gain of a config over the best, as a logarithm; None where nothing is known to fit, or it cannot be computed."""
+        return self._ask(history, lambda models: models.expected_gain(config), lambda: None)
+
     def is_likely_to_fit(self, history: History, config: Config) -> bool:
         """Whether a config is more likely to fit than not. A config without a prediction counts as likely."""
         prediction = self.predict(history, config)

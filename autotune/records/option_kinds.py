@@ -181,6 +181,12 @@ SECONDS = Kind(
     metavar="90s|5m",
     write=format_exact_seconds,
 )
+SECONDS_OR_AUTO = Kind(
+    read=lambda value: None if value == "auto" else SECONDS.read(value),
+    python="str | float",
+    metavar="auto|90s|5m",
+    write=format_exact_seconds,
+)
 SHARE = Kind(
     read=partial(_number, parse_fraction, 0.0, 1.0, "a share from 0% to below 100%"),
     python="str | float",

@@ -21,7 +21,7 @@ from autotune.records import option_kinds as kinds
 from autotune.records.objective import OBJECTIVES
 from autotune.records.option_kinds import Kind
 from autotune.records.price import Price
-from autotune.units import parse_bytes
+from autotune.units import format_exact_seconds, parse_bytes
 
 TASK, SPACE, EFFORT, KEPT = "task and device", "search space", "effort", "study"  # groups in `--help`
 SCRIPT = "a training script as it is, in place of MODEL"
@@ -117,7 +117,14 @@ SAMPLER = Option(
     "sampler", kinds.text("NAME"), SPACE, "the proposer of configs: cost-model, Optuna's gp, tpe or random, or grid"
 )
 SEED = Option("seed", kinds.SEED, SPACE, "seed of all random choices")
-BUDGET = Option("budget", kinds.SECONDS, EFFORT, "time for the whole search, play-off included")
+LONGEST_AUTO_S = 600.0
+BUDGET = Option(
+    "budget",
+    kinds.SECONDS_OR_AUTO,
+    EFFORT,
+    "time for the whole search, play-off included; auto, the default: as long as what more search is expected to gain is worth its "
+    f"time over the training ahead (--train-steps, else an hour), at most {format_exact_seconds(LONGEST_AUTO_S)}",
+)
 TRIALS = Option("trials", kinds.COUNT, EFFORT, "at most N probes before the play-off")
 PROBE_TIMEOUT = Option(
     "probe_timeout",
@@ -211,13 +218,18 @@ class SearchOptions(RunOptions):
     frameworks: tuple[str, ...] = FRAMEWORKS.default(())
     sampler: str = SAMPLER.default("cost-model")
     seed: int = SEED.default(0)
-    budget_s: float = BUDGET.default(300.0)
+    budget_s: float | None = BUDGET.default(None)
     num_trials: int | None = TRIALS.default(None)
     probe_timeout_s: float | None = PROBE_TIMEOUT.default(None)
     slots: str = SLOTS.default(ONE_SLOT)
     eval: bool = EVAL.default(False)
     study: str | None = STUDY.default(None)
     storage: str | None = STORAGE.default(None)
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds that the search may take at most."""
+        return LONGEST_AUTO_S if self.budget_s is None else self.budget_s
 
 
 @dataclass(frozen=True, kw_only=True)

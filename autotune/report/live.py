@@ -108,7 +108,8 @@ class Lines(WarningsOnly):
         clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
         trial = event.trial
         found = f"{self._techniques.describe(trial.config)}: {summary(trial.outcome, feasible=trial.feasible)}"
-        best = " (best)" if is_best(event) and trial.stage != "baseline" else ""
+        sure = f", {in_percent(event.chance)} likely better than the baseline" if event.chance is not None else ""
+        best = f" (best{sure})" if is_best(event) and trial.stage != "baseline" else ""
         before = f" [{expected(trial.prediction)}]" if expected(trial.prediction) else ""
         return f"{clock} #{trial.number} {trial.stage:8} {found}{best}{before}"
 
@@ -134,6 +135,7 @@ class Dashboard(Listener):
         self._progress: dict[int, Progress] = {}
         self._best: tuple[Config, Outcome] | None = None
         self._baseline: Outcome | None = None
+        self._chance: float | None = None  # that the best is better than the baseline
         self._feasible: dict[Config, Outcome] = {}
         self._last: deque[ProbeEnded] = deque(maxlen=NUM_LAST)
         self._outcomes: Counter[str] = Counter()
@@ -176,7 +178,7 @@ class Dashboard(Listener):
             case ProbeEnded():
                 running = self._running.items()
                 self._running = {slot: one for slot, one in running if one.number != event.trial.number}
-                self._best, self._baseline = event.best, event.baseline
+                self._best, self._baseline, self._chance = event.best, event.baseline, event.chance
                 self._last.append(event)
                 self._count(event.trial)
             case Working():
@@ -244,6 +246,7 @@ class Dashboard(Listener):
         if self._best is not None and self._best[1] != self._baseline:
             ratio = best_speed(self._best, self._baseline)
             over = f", {times(ratio)}" if ratio else ""
+            over += f", {in_percent(self._chance)} likely better than the baseline" if self._chance is not None else ""
             figures = summary(self._best[1], feasible=True)
             grid.add_row(
                 "best", Text.assemble((f"{figures}{over}  ", "bold green"), self._techniques.describe(self._best[0]))
@@ -335,6 +338,11 @@ def describe_progress(progress: Progress) -> str:
     if not progress.num_micro_steps:
         return stage
     return f"{stage}: {plural(progress.num_micro_steps, 'micro step')}, {format_bytes(progress.peak_bytes)}"
+
+
+def in_percent(chance: float) -> str:
+    """`97%`; no chance is told as none or as certain."""
+    return f"{min(max(chance, 0.01), 0.99):.0%}"
 
 
 def is_best(event: ProbeEnded) -> bool:

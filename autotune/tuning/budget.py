@@ -29,6 +29,7 @@ UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has r
 SLOWEST_TIMED = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
 UNDO_SHARE = 0.15  # of the time that exploring and play-off share: kept at most for undoing changes of the best config
 END_SHARE = 0.03  # of the budget: after the last probe the answer is put together and written
+AHEAD_S = 3600.0  # of training, where the user does not say how long it will be
 RECENT = 8  # probes that tell how long the next one takes
 
 MOST_FINALISTS = 3
@@ -52,7 +53,7 @@ class Budget:
     """The time of one search.
 
     Attributes:
-        budget_s: time for everything from start to answer.
+        budget_s: time for everything from start to answer; the most that it may take where `is_auto`.
         probe_timeout_s: the time-out that the user set for a probe; None lets the search derive one.
         now_s: reads the runner's clock; in a replay it shows the recorded seconds.
         started_s: when the user began to wait, on that clock.
@@ -65,6 +66,7 @@ class Budget:
         keeps_checks: whether time is kept for comparing the finalists with plain fp32.
         kept_probes: number of probes for which time is kept, to undo single changes of the best config.
         check_s: how long the longest comparison with plain fp32 has taken; the next is taken to need as long.
+        is_auto: whether the search ends where going on is expected to gain less than the time that it takes.
         evaluation_s: time for finding the batch size for evaluation, which follows the answer; `budget_s` is without it.
     """
 
@@ -81,6 +83,7 @@ class Budget:
     keeps_checks: bool = True
     kept_probes: int = 0
     check_s: float = 0.0
+    is_auto: bool = False
     evaluation_s: float = 0.0
 
     def keep_for_evaluation(self, share: float) -> None:
@@ -187,6 +190,27 @@ class Budget:
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
                 leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s
         return self.free_s - expected_s - leave_s
+
+    def is_worth(self, gain: float, cost_s: float, history: History) -> bool:
+        """Whether so much more search pays: what it is expected to gain, over the training that is ahead, is more than its time.
+
+        The rule stops where the expected improvement per unit of cost falls to one: Xie et al., Cost-aware stopping for Bayesian
+        optimization (2025).
+
+        Args:
+            gain: expected, as the logarithm of a speed-up over the best so far.
+            cost_s: seconds that it takes.
+        """
+        if not self.is_auto or not history.objective.rests_on_speed:
+            return True
+        return gain * self._ahead_s(history) > cost_s
+
+    def _ahead_s(self, history: History) -> float:
+        """Seconds of training ahead with the best so far."""
+        samples, best = history.objective.train_samples, history.best
+        if samples is None or best is None or best[1].measurement is None:
+            return AHEAD_S
+        return samples / best[1].measurement.samples_per_s
 
     def num_finalists(self, probe_s: float) -> int:
         """How many finalists the time that is left can confirm beside the baseline, at `probe_s` per process.

@@ -18,7 +18,7 @@ from autotune.study.history import History
 from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
-from autotune.tuning.playoff import CLOSE, RISK, PlayOff
+from autotune.tuning.playoff import CLOSE, MIN_ROUNDS, RISK, PlayOff
 from autotune.tuning.state import Search
 from autotune.units import plural
 
@@ -72,8 +72,13 @@ def confirm(
     taken = (*playing, search.history.space.baseline)
     waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # lazily: to admit takes time
     keep_s = (1 - share) * max(0.0, search.budget.free_s)
+
+    def has_time(round_s: float, number: int) -> bool:
+        pays = number < MIN_ROUNDS or search.budget.is_worth(play_off.stake(), round_s, search.history)
+        return pays and search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number)
+
     return play_off.play(
-        lambda round_s, number: search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number),
+        has_time,
         substitutes=(_entrant(search, config, None) for config in waiting),
         challenger=lambda: _challenger(search, play_off, candidates, admit),
     )

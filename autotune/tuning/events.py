@@ -100,12 +100,18 @@ class ProbeAdvanced:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeEnded:
-    """A probe ended."""
+    """A probe ended.
+
+    Attributes:
+        best: the best feasible config so far; in the play-off its leader.
+        chance: that it is better than the baseline; None where it is the baseline, or that does not run.
+    """
 
     trial: Trial
-    best: tuple[Config, Outcome] | None  # the best feasible so far
+    best: tuple[Config, Outcome] | None
     baseline: Outcome | None
     elapsed_s: float
+    chance: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

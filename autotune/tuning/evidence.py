@@ -68,6 +68,12 @@ class Distribution:
         """The chance that the logarithm is below a value."""
         return float(np.interp(value, self._values, self._up_to, left=0.0, right=1.0))
 
+    @property
+    def upside(self) -> float:
+        """The expected amount by which the logarithm is above 0; what it is below counts as 0."""
+        weights = np.diff(self._up_to, prepend=0.0)
+        return float(np.sum(weights * np.maximum(self._values, 0.0)))
+
     def ratio(self, confidence: float = 0.95) -> tuple[float, float, float]:
         """What the logarithm stands for: expected, with an interval."""
         tail = (1 - confidence) / 2

@@ -89,21 +89,33 @@ def _probe_baseline(search: Search, reason: str) -> None:
                 search.finish_next()
 
 
-def explore(search: Search, proposer: Proposer) -> None:
-    """Probe the proposer's configs, as many at once as may, and the baseline beside them until it is known what that costs."""
+def explore(search: Search, proposer: Proposer, *, while_worth: bool = False) -> None:
+    """Probe the proposer's configs, as many at once as may, and the baseline beside them until it is known what that costs.
+
+    Args:
+        while_worth: end where a probe is not expected to gain as much as it takes (`Budget.is_worth`).
+    """
     history = search.history
     with search.nothing_left_running():
         while True:
             _trace_between(search)
             _trace_beside(search)
             while _may_start_another(search) and not why.is_hopeless(history, search.cost_model):
-                if (proposal := proposer.propose(history)) is None:
+                if (proposal := proposer.propose(history)) is None or (while_worth and not _pays(search, proposal)):
                     break
                 _compare_baseline(search)  # only where another probe is to come, which runs beside it
                 search.start(proposal)
             if not search.is_running:
                 return
             _end_if_everything_fails_alike(history, search.finish_next())
+
+
+def _pays(search: Search, proposal: Proposal) -> bool:
+    """Whether a proposal is expected to gain more than its probe, and its place in a round of the play-off, take."""
+    history = search.history
+    gain = search.cost_model.expected_gain(history, proposal.config)
+    cost_s = 2 * search.budget.expected_probe_s(history) + history.setup_s(proposal.config)
+    return gain is None or search.budget.is_worth(gain, cost_s, history)
 
 
 def _compare_baseline(search: Search) -> None:

@@ -241,7 +241,7 @@ def _require_figure(options: SearchOptions, slots: Sequence[Slot]) -> None:
 
 def _local_runner(source: TaskSource, options: SearchOptions, place: Place, found: Slots | None) -> Runner:
     """Processes on this machine, in one slot or in several."""
-    import_timeout_s = max(MIN_TIMEOUT_S, options.budget_s)
+    import_timeout_s = max(MIN_TIMEOUT_S, options.longest_s)
     if found is not None:
         return SlotsRunner(source, found, logs=place.logs, import_timeout_s=import_timeout_s, compiled=place.compiled)
     return LocalRunner(
@@ -313,7 +313,7 @@ def _open_over(
     if inspection.shortage:
         listener.warn(too_little_memory(inspection, limit_bytes))
     train_samples = count_train_samples(options, inspection)
-    inspection = drop_slow_setups(inspection, options.budget_s, train_samples, options.include)
+    inspection = drop_slow_setups(inspection, options.longest_s, train_samples, options.include)
     wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
     space, notes = build_space(inspection, runner.techniques, **wanted, frameworks=options.frameworks)
     others = trained_beside(inspection, space.techniques, **wanted) if not is_beside else []
@@ -385,7 +385,7 @@ def _inspect(
         timeout_s=budget.first_timeout_s,
         calibration=calibration,
         trained={name: options.fix[name] for name in runner.techniques.trained({}) if name in options.fix},
-        comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.budget_s),
+        comparing_s=max(MIN_COMPARING_S, COMPARING_SHARE * options.longest_s),
         world=runner.world,
     )
     with budget.split("inspection"):
@@ -401,11 +401,12 @@ def _inspect(
 
 def _budget(options: SearchOptions, runner: Runner, listener: Listener, waited_s: float = 0.0) -> Budget:
     return Budget(
-        budget_s=options.budget_s,
+        budget_s=options.longest_s,
         probe_timeout_s=options.probe_timeout_s,
         now_s=runner.now_s,
         started_s=runner.now_s() - waited_s,
         num_trials=options.num_trials,
+        is_auto=options.budget_s is None,
         begins=lambda purpose: listener.on(Working(purpose=purpose)),
         spent_s={"import": waited_s} if waited_s else {},
     )

@@ -150,6 +150,18 @@ class PlayOff:
         base = self._base.config
         return lambda entrant: evidence.difference(entrant.config, base).mean
 
+    def stake(self) -> float:
+        """What knowing more could gain: the expected amount, as a logarithm, by which one of the others is better than the leader.
+
+        It is at most the sum over the others.
+        """
+        evidence, compared = self.evidence(), self.compared
+        if not compared:
+            return math.inf
+        leader = self.leader(evidence, compared)
+        others = [*compared, *([self._rival] if self._rival else [])]
+        return sum(evidence.difference(o.config, leader.config).upside for o in others if o is not leader)
+
     def timed_s(self, longest_s: float) -> float:
         """Seconds to time a process for, so that the answer becomes as sure as it can for its cost.
 

@@ -24,6 +24,7 @@ from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
 from autotune.study.history import History
 from autotune.tuning import why
+from autotune.tuning.anytime import answer_so_far
 from autotune.tuning.budget import Budget
 from autotune.tuning.cautions import Answer, cautions
 from autotune.tuning.clearance import Clearance
@@ -370,6 +371,9 @@ def verdict_of(search: Search, standing: Standing | None, gain: Ratio | None, *,
         return "undecided" if question else "same", question
     if standing is None:
         said = [f"{_not_played(search)}, so its figure is from one process"]
+        _, chance = answer_so_far(search.history, search.play_off)
+        if chance is not None:
+            said.append(f"by what the search found, it is better than the baseline with a chance of {chance:.0%}")
         return "undecided", "; ".join([*said, *_would_do(search, standing, gain, 0)])
     if gain is None:
         return better, ""  # than a baseline that does not run
@@ -425,7 +429,7 @@ def _would_do(search: Search, standing: Standing | None, gain: Ratio | None, num
         rounds_s = max(0.0, more) * pair_s
     if rounds_s > MOST_BUDGETS * budget.budget_s:
         return ["processes differ too much here for any budget: try on a quieter machine"]
-    asked_s = search.options.budget_s  # of which evaluation and other rankings have their shares
+    asked_s = search.options.longest_s  # of which evaluation and other rankings have their shares
     needed_s = (budget.elapsed_s + num_left * probe_s + rounds_s) * asked_s / budget.budget_s
     would_do_s = ROUNDED_S * math.ceil(max(needed_s, asked_s + 1) / ROUNDED_S)
     return [f"--budget {format_exact_seconds(would_do_s)} would do"]

@@ -152,9 +152,9 @@ def _baseline(search: Search) -> None:
 
 def _explore(search: Search, proposer: Proposer, *, untried: bool) -> None:
     """Probe what the proposer proposes; the baseline again where nothing came near it; with `untried` what is left, too."""
-    explore(search, proposer)
+    explore(search, proposer, while_worth=True)
     if not search.interrupted() and measure_baseline_again(search):
-        explore(search, proposer)
+        explore(search, proposer, while_worth=True)
     if untried:
         explore(search, search.untried())
     undo_changes(search)
@@ -164,7 +164,7 @@ def _check(search: Search, clearance: Clearance, proposer: Proposer) -> Proposer
     """Bar what does not train as plain fp32 does, and explore again without it. Returns the proposer to go on with."""
     while clearance.bar_failing_finalists():
         proposer = search.proposer()  # a new one: what the last one took for settled no longer is
-        explore(search, proposer)
+        explore(search, proposer, while_worth=True)
         undo_changes(search)
     return proposer
 
@@ -223,7 +223,7 @@ def add_rankings(search: Search) -> Result:
         for number, choice in enumerate(search.others):
             if search.interrupted():
                 break
-            left_s = search.options.budget_s - search.budget.elapsed_s
+            left_s = search.options.longest_s - search.budget.elapsed_s
             rankings.append(_rank_beside(search, {**own, **choice}, left_s / (len(search.others) - number)))
     except KeyboardInterrupt:  # a second Ctrl-C; what is measured so far is kept
         pass

@@ -25,6 +25,7 @@ from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import NoSlotLeft, ProbeFault, Runner, SlotLost
 from autotune.study.history import History
 from autotune.study.store import Store
+from autotune.tuning.anytime import answer_so_far
 from autotune.tuning.at_once import AtOnce
 from autotune.tuning.budget import COMPILING_PATIENCE, Budget, Patience, patience_for
 from autotune.tuning.communicators import keep_communicators
@@ -395,8 +396,15 @@ class Search:
             if told := self.at_once.note_baseline(outcome):
                 self.warn(told)
             self._keep_neighbours(self.at_once.found)
-        best, baseline = self.history.best, self.history.baseline
-        self.listener.on(ProbeEnded(trial=trial, best=best, baseline=baseline, elapsed_s=self.budget.elapsed_s))
+        best, chance = answer_so_far(self.history, self.play_off)
+        ended = ProbeEnded(
+            trial=trial,
+            best=best,
+            baseline=self.history.baseline,
+            elapsed_s=self.budget.elapsed_s,
+            chance=chance,
+        )
+        self.listener.on(ended)
         return trial
 
     def _fault(self, lost: list[Flight], fault: ProbeFault) -> None:

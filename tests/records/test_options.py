@@ -71,7 +71,7 @@ def test_one_name_is_a_list_of_one_name() -> None:
         ("objective", "speed", "objective: 'speed' is not known; expected one of throughput, memory, balanced"),
         ("budget", "soon", "budget: 'soon' is not a duration; expected more than 0 seconds, such as 90s"),
         ("budget", 0, "budget: 0 is not possible; expected more than 0 seconds"),
-        ("budget", None, "budget: None is not possible; expected more than 0 seconds"),
+        ("budget", True, "budget: True is not possible; expected more than 0 seconds"),
         ("probe_timeout", -1.0, "probe_timeout: -1.0 is not possible; expected more than 0 seconds"),
         ("headroom", 1, "headroom: 1 is not possible; expected a share from 0% to below 100%"),
         ("headroom", "200%", "headroom: '200%' is not a share; expected a value such as 5%"),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from autotune.records.config import Config, ProbeSettings
-from autotune.records.options import SearchOptions
+from autotune.records.options import LONGEST_AUTO_S, SearchOptions
 from autotune.records.outcome import Kind, Outcome, Progress
 from autotune.records.study import BASELINE, PLAY_OFF, Proposal
 from autotune.report.answer import answer_sections
@@ -27,7 +27,7 @@ from autotune.space import Space
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning import opening
-from autotune.tuning.budget import LENIENCE, LOST_SHARE, PATIENCE, patience_for
+from autotune.tuning.budget import AHEAD_S, LENIENCE, LOST_SHARE, PATIENCE, patience_for
 from autotune.tuning.confirm import confirm
 from autotune.tuning.events import Listener, ProbeAdvanced
 from autotune.tuning.explore import explore, measure_baseline
@@ -86,6 +86,24 @@ def test_a_noisy_search_uses_its_budget_and_keeps_it(budget_s, overhead_s):
     runner = Timed(noise=0.1, overhead_s=overhead_s)
     result = searched(runner, budget_s)
     assert 0.75 * budget_s < result.wall_s < 1.05 * budget_s
+
+
+def ended_by_itself(train_steps: int | None, **machine: Any) -> float:
+    """Seconds of a search without a budget, over the training that the user has ahead."""
+    options = SearchOptions(train_steps=train_steps, memory_limit_bytes=LIMIT_BYTES, storage="sqlite:///:memory:")
+    return search(None, options, runner=Timed(gain=1.5, **machine)).cost.wall_s
+
+
+def test_without_a_budget_a_search_ends_the_sooner_the_shorter_the_training_ahead_is():
+    took_s = [ended_by_itself(steps, noise=0.05, overhead_s=3.0) for steps in (100, 10_000, 10_000_000)]
+    assert took_s == sorted(took_s) and took_s[0] < took_s[-1] <= 1.05 * LONGEST_AUTO_S
+
+
+def test_without_a_word_on_the_training_an_hour_is_ahead():
+    steps_an_hour = round(AHEAD_S * 100 / 96)  # of the baseline's about 100 samples/s
+    assert ended_by_itself(None, overhead_s=3.0) == pytest.approx(
+        ended_by_itself(steps_an_hour, overhead_s=3.0), rel=0.5
+    )
 
 
 @pytest.mark.parametrize("comparable", [True, False])
