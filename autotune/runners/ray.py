@@ -73,7 +73,7 @@ class OnRay(Elsewhere):
             devices=options.devices,
             slots=options.slots,
             logs=logs,
-            import_timeout_s=max(180.0, options.budget_s),
+            import_timeout_s=max(180.0, options.longest_s),
         )
 
 
