@@ -144,7 +144,8 @@ def search_on_each(
         )
         listener = Listeners(listeners_of(listeners))
         try:
-            found.append(OnDevices.of(run_search(TaskSource.of(task), own, listener=listener, began_s=began_s)))
+            result = run_search(TaskSource.of(task), own, listener=listener, began_s=began_s, beside_one_device=False)
+            found.append(OnDevices.of(result))
         except Interrupted as error:
             found += [] if error.result is None else [OnDevices.of(error.result)]
             error.scaling = Scaling.of(found, failed) if found else None

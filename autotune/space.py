@@ -21,7 +21,6 @@ from autotune.records.config import (
     Choice,
     Config,
     World,
-    largest_batch_size,
 )
 from autotune.records.inspection import Inspection
 from autotune.techniques import Phase, Technique, Techniques
@@ -239,10 +238,8 @@ class Space:
         """
         if self.baseline.batch_size == 1 or self.stays_whole:
             return None
-        half = largest_batch_size(self.baseline.batch_size // 2, self.global_batch, self.world)
-        plan = BatchPlan(half, self.baseline.accumulation_steps)
-        if self.global_batch is not None:
-            plan = BatchPlan.keeping(self.global_batch, half, self.world)
+        smaller = self.baseline.halved(self.global_batch, self.world)
+        half = smaller.batch_size
 
         def with_half(choices: Mapping[str, tuple[Choice, ...]]) -> dict[str, tuple[Choice, ...]]:
             sizes = choices.get(BATCH_SIZE, ())
@@ -253,10 +250,10 @@ class Space:
 
         return replace(
             self,
-            baseline=self.baseline.replace(**{BATCH_SIZE: half, ACCUMULATION: plan.accumulation_steps}),
+            baseline=smaller,
             choices=with_half(self.choices),
             supported=with_half(self.supported),
-            accumulations=self.accumulations | {plan.accumulation_steps},
+            accumulations=self.accumulations | {smaller.accumulation_steps},
         )
 
     def params(self, config: Config) -> dict[str, Choice]:

@@ -99,9 +99,8 @@ def inspect_task(
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
     setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration, world)
     batch = _batch_support(setting, baseline.plan_in(world), coupling)
-    warning = batch.reason if batch.stays_whole else batch.sizes_reason if batch.optional_sizes else ""
     return Inspection(
-        facts=replace(facts, warnings=(*facts.warnings, *filter(None, (warning,)))),
+        facts=replace(facts, warnings=(*facts.warnings, *filter(None, (batch.warning,)))),
         device=info,
         global_batch=task.global_batch,
         baseline=baseline.as_dict(),
@@ -115,6 +114,7 @@ def inspect_task(
         comparable=not task.takes_whole_steps,
         coupling=coupling,
         world=world,
+        baseline_alone=_baseline_alone(task, techniques, chosen, coupling, facts.dataset_size, world),
         signature=signature,
     ).to_dict()
 
@@ -269,7 +269,42 @@ def _fewest(task: Task, techniques: Techniques, world: World) -> int:
 
 def _baseline(task: Task, techniques: Techniques, dataset_size: int | None, world: World) -> Config:
     """The user's baseline as a complete config; plain training if the task has none, at its loader's batch or 32."""
-    given: dict[str, Any] = dict(task.baseline or {})
+    return _completed(task, dict(task.baseline or {}), techniques, dataset_size, world)
+
+
+def _baseline_alone(
+    task: Task,
+    techniques: Techniques,
+    chosen: dict[str, Choice],
+    coupling: Coupling | None,
+    dataset_size: int | None,
+    world: World,
+) -> dict[str, Choice] | None:
+    """The baseline of one device, whatever is stated for several: nothing spreads the model, and accumulation follows from the batch.
+
+    Args:
+        chosen: what is trained.
+
+    Returns:
+        None in a world of one process.
+    """
+    if world.size == 1:
+        return None
+    stated, spread = task.baseline or {}, [name for name, each in techniques.items() if each.phase is Phase.SPREAD]
+    given: dict[str, Any] = {name: choice for name, choice in stated.items() if name not in spread}
+    if task.global_batch is not None:
+        given.pop(ACCUMULATION, None)
+        if BATCH_SIZE in given:
+            size = int(techniques.validate(BATCH_SIZE, given[BATCH_SIZE]))
+            given[BATCH_SIZE] = largest_batch_size(size, task.global_batch)
+    found = _completed(task, given, techniques, dataset_size, ALONE)
+    return _uncut(task, found, coupling, dataset_size, ALONE).replace(**chosen).as_dict()
+
+
+def _completed(
+    task: Task, given: dict[str, Any], techniques: Techniques, dataset_size: int | None, world: World
+) -> Config:
+    """A baseline as a complete config, of which `given` is stated."""
     if task.takes_whole_steps and task.global_batch is not None:
         given = {BATCH_SIZE: share_of(task.global_batch, world), **given}
     if BATCH_SIZE not in given:

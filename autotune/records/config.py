@@ -179,6 +179,16 @@ class Config(Mapping[str, Choice]):
         """Samples per optimizer step on this device; for a whole world ask `plan_in(world).samples_per_step`."""
         return self.plan_in(ALONE).samples_per_step
 
+    def halved(self, global_batch: int | None, world: World = ALONE) -> Config:
+        """The same config with half the micro batch, or the next size below that which keeps the global batch. It takes two samples
+        at least.
+        """
+        half = largest_batch_size(self.batch_size // 2, global_batch, world)
+        steps = self.accumulation_steps
+        if global_batch is not None:
+            steps = BatchPlan.keeping(global_batch, half, world).accumulation_steps
+        return self.replace(**{BATCH_SIZE: half, ACCUMULATION: steps})
+
     def replace(self, **changes: Choice) -> Config:
         """The same config with other choices.
 

@@ -102,6 +102,11 @@ class BatchSupport:
     note: str = ""
     stays_whole: bool = False
 
+    @property
+    def warning(self) -> str:
+        """Why what the baseline takes at once is left as it is; empty where it may be changed."""
+        return self.reason if self.stays_whole else self.sizes_reason if self.optional_sizes else ""
+
 
 def optimizer_name(kind: type) -> str:
     """An optimizer's class, written as in `TaskFacts.optimizer`."""
@@ -156,6 +161,7 @@ class Inspection(Record):
 
     Attributes:
         baseline: the user's baseline, completed; `baseline_given`: whether the task states one with its batch size.
+        baseline_alone: what the user would run on one device, completed; None in a world of one process, and where it is not known.
         batch: which micro batches and accumulation steps may be searched.
         support: for each technique, what may be searched.
         outside_bytes: what a process held before the model was built, on the scale of a probe's peak: libraries, the
@@ -188,12 +194,18 @@ class Inspection(Record):
     coupling: Coupling | None = None
     built_for_real: str = ""
     world: World | None = field(default_factory=World)
+    baseline_alone: dict[str, Choice] | None = None
     signature: ModelSignature | None = None
 
     @property
     def known_world(self) -> World:
         """The world; a single process while it is unknown."""
         return self.world or ALONE
+
+    @property
+    def keeps_baseline_batch(self) -> bool:
+        """Whether the baseline's batch is not halved to make it fit: the user gave it, or a step takes all of the global batch at once."""
+        return self.baseline_given or (len(self.batch.sizes) == 1 and not self.batch.optional_sizes)
 
     @property
     def devices(self) -> str:

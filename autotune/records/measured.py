@@ -59,6 +59,26 @@ class Rival(Measured):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneDevice(Measured):
+    """Beside an answer for several devices: what the user would run on one of them, measured in rounds of their play-off. It was
+    not searched. The figures are zeros where no process of it ran through.
+
+    Attributes:
+        efficiency: the baseline's throughput on all devices, for each of them, over this one; `efficiency_ci`: its 95 % interval,
+            which a later run will be in. Both are None where the baseline was not measured in a round with it.
+        speedup: the answer's throughput on all devices over this one; `speedup_ci`: its 95 % interval. Both are None where the
+            answer was not measured in a round with it.
+        failure: why it has no figures; empty where it has.
+    """
+
+    efficiency: float | None = None
+    efficiency_ci: tuple[float, float] | None = None
+    speedup: float | None = None
+    speedup_ci: tuple[float, float] | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Record):
     """One process that evaluated in batches of `eval_batch_size` samples.
 

@@ -10,7 +10,7 @@ from autotune.lazy import given
 from autotune.records.check import Check, Coupling
 from autotune.records.config import Choice
 from autotune.records.formats import Group, Record, require_readable
-from autotune.records.measured import Dropped, Evaluation, Measured, Rival
+from autotune.records.measured import Dropped, Evaluation, Measured, OneDevice, Rival
 from autotune.records.price import Price
 
 FORMAT = 2  # format 1 had no `format`, `first_probe_s` and `split_s`
@@ -230,7 +230,7 @@ class Cost(Group):
         wall_s: seconds of this search alone, from its start to the answer.
         first_probe_s: seconds until the first probe was started; None where none was.
         split_s: what `wall_s` was spent on: seconds of `import`, `inspection`, `tracing`, `probes` (outside training),
-            `training`, `checks`, `evaluation`, `other`, which add up to it.
+            `training`, `checks`, `one device`, `evaluation`, `other`, which add up to it.
     """
 
     probes: int = 0
@@ -265,6 +265,7 @@ class Result(Record):
         unchecked: why the answer was not compared with plain fp32 and so is no recommendation: an interrupt ended the search
             too early. Empty otherwise.
         evaluation: None where nobody asked for it.
+        one_device: the baseline on one device, where several were searched; None for one device, and where one is searched, too.
         command: the answer as a command line, where each probe was a run of a command; empty otherwise.
         places: technique of the answer -> the modules that it acted on, as its probe found.
         storage, study: where the search is kept.
@@ -292,6 +293,7 @@ class Result(Record):
     evaluation: Evaluation | None = None
     energy: EnergyUse = field(default_factory=EnergyUse)
     money: Money | None = None
+    one_device: OneDevice | None = None
     cost: Cost = field(default_factory=Cost)
     storage: str = ""
     study: str = ""

@@ -218,6 +218,20 @@ class Neighbours(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OneDeviceRun(Record):
+    """A process on one of several devices, in a round of the play-off of all of them. It is no trial of their space.
+
+    Attributes:
+        config: of this process.
+        round: number of the round.
+    """
+
+    config: dict[str, Choice]
+    round: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyFacts(SearchFacts):
     """What the last search said of itself, and what all searches of the study found apart from probes.
 
@@ -232,6 +246,7 @@ class StudyFacts(SearchFacts):
         evaluated: techniques, as text -> every process that evaluated with them.
         neighbours: how probes that ran at once disturbed each other; None where there was one slot.
         rechecks: what later runs of the answers saw.
+        one_device: every process on one of several devices that still says something of it.
     """
 
     format: int = 1
@@ -245,6 +260,7 @@ class StudyFacts(SearchFacts):
     traces: Traced | None = None
     neighbours: Neighbours | None = None
     rechecks: tuple[Recheck, ...] = ()
+    one_device: tuple[OneDeviceRun, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

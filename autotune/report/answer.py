@@ -32,10 +32,12 @@ from autotune.report.figures import (
     measured_joules,
     measured_rate,
     rate,
+    role_of,
     said_of,
     spread,
     times,
 )
+from autotune.report.scaling import one_device_section
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table, warnings_section
 from autotune.report.terminal import as_text
 from autotune.techniques import Techniques, find_techniques
@@ -66,6 +68,8 @@ def answer_sections(
     title = "Best so far, not recommended" if result.doubt else "Recommended config"
     yield Section(title, (as_code(result.config, techniques, "config = "),), "everything not named is off")
     yield _play_off(result, techniques)
+    if result.one_device is not None:
+        yield one_device_section(result, result.one_device, _answer(result), techniques)
     yield from _compiling(result.compiling, result.goal.train_samples)
     if result.front and not in_study:
         yield front_section(result.front, result, result.baseline, techniques)
@@ -161,7 +165,7 @@ def front_section(
 
     def role(measured: Measured) -> Span:
         if result is not None and measured.config == result.config:
-            return Span(f"  {_role(result)}", Tone.BEST)
+            return Span(f"  {role_of(result)}", Tone.BEST)
         is_baseline = baseline is not None and measured.config == baseline.config
         return Span("  baseline" if is_baseline else "", Tone.BASELINE)
 
@@ -184,10 +188,6 @@ def front_section(
     if result is not None and all(m.config != result.config for m in front):
         note = "by each config's own figures; the answer is not among them but as good within the noise"
     return Section(f"Memory/throughput{'/energy' if has_energy else ''} front", (shown,), note)
-
-
-def _role(result: Result) -> str:
-    return "best so far" if result.doubt else "answer"
 
 
 def _verdict(result: Result, techniques: Techniques) -> Span:
@@ -256,7 +256,7 @@ def _play_off(result: Result, techniques: Techniques) -> Section:
     others = [m for m in result.play_off.finalists if m.config not in (result.config, base and base.config)]
     ran = sorted((m for m in others if not isinstance(m, Dropped)), key=lambda m: -m.samples_per_s)
     shown = [
-        (_role(result), _answer(result)),
+        (role_of(result), _answer(result)),
         *((f"{place}.", other) for place, other in enumerate(ran, start=2)),
         *(("dropped", other) for other in others if isinstance(other, Dropped)),
         *([("baseline", base)] if base and base.config != result.config else []),

@@ -103,6 +103,11 @@ def counts(outcomes: Mapping[str, int]) -> str:
     return ", ".join(f"{outcomes[kind]} {kind}" for kind in Kind if outcomes.get(kind))
 
 
+def role_of(result: Result) -> str:
+    """What an answer is called beside other configs."""
+    return "best so far" if result.doubt else "answer"
+
+
 @dataclass(frozen=True)
 class Said:
     """The parts of the sentence on a gain.

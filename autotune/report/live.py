@@ -43,6 +43,7 @@ WORK = {
     "inspection": "measuring the device, and inspecting the model with small steps",
     "tracing": "tracing training steps, which predicts their memory",
     "checks": "comparing gradients with plain fp32",
+    "one device": "training the baseline on one of the devices",
     "evaluation": "finding the batch size for evaluation",
 }
 SPARE_LINES = 10  # taken by everything but the front and the last probes

@@ -1,34 +1,100 @@
-"""The answers for several numbers of devices, as a section: whether more devices are worth it."""
+"""What several numbers of devices train, as a section: whether more devices are worth it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from autotune.devices import capabilities_of
+from autotune.records.config import BATCH_KEYS
+from autotune.records.measured import Measured, OneDevice
+from autotune.records.result import Result
 from autotune.records.scaling import OnDevices, Scaling
-from autotune.report.figures import measured_rate, times
-from autotune.report.sections import Cell, Paragraph, Section, table
+from autotune.report.figures import interval, is_wide, measured_rate, role_of, times
+from autotune.report.sections import Cell, Paragraph, Section, Span, Table, Tone, table
 from autotune.techniques import Techniques
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 
 
 def scaling_section(scaling: Scaling, techniques: Techniques) -> Section:
     """A row for each number of devices; in words, the throughput of each over that of the fewest, and why others have no answer."""
     fewest = scaling.rows[0]
-    rows = [_row(one, techniques) for one in scaling.rows]
-    head = (">processes", ">samples/s", ">efficiency", ">memory of each", "config")
+    rows = [
+        _row(one.num_processes, one, _efficiency(one.efficiency, one.efficiency_ci), techniques.describe(one.config))
+        for one in scaling.rows
+    ]
     words = [
         f"{one.num_processes} processes: {times(one.samples_per_s / fewest.samples_per_s)} the throughput of "
         f"{fewest.num_processes}."
         for one in scaling.rows[1:]
     ]
     words += [f"{number}: {why}" for number, why in scaling.failed.items()]
-    return Section("Devices", (table(head, rows), *map(Paragraph, words)), "each has a search and a study of its own")
+    return Section("Devices", (_table(rows), *map(Paragraph, words)), "each has a search and a study of its own")
 
 
-def _row(one: OnDevices, techniques: Techniques) -> tuple[Cell, ...]:
-    low, high = one.efficiency_ci
-    return (
-        str(one.num_processes),
-        measured_rate(one),
-        f"{one.efficiency:.0%} ({low:.0%} to {high:.0%})",
-        format_bytes(one.peak_bytes),
-        techniques.describe(one.config),
+def one_device_section(result: Result, one: OneDevice, answer: Measured, techniques: Techniques) -> Section:
+    """The baseline on one device and on several, and the answer: what more devices add to what the user runs today."""
+    size, base = result.subject.num_processes, result.baseline
+
+    def config(found: Measured, role: str, tone: Tone) -> Cell:
+        return techniques.describe(found.config), Span(f"  {role}", tone)
+
+    rows = [_row(1, one, "-" if one.failure else "100%", config(one, "baseline", Tone.BASELINE))]
+    if base is not None:
+        efficiency = _efficiency(one.efficiency, one.efficiency_ci)
+        rows.append(_row(size, base, efficiency, config(base, "baseline", Tone.BASELINE)))
+    if base is None or base.config != result.config:
+        rows.append(_row(size, answer, "-", config(answer, role_of(result), Tone.BEST)))
+    told = one.failure[:1].upper() + one.failure[1:]
+    words = [f"{told}."] if told else _what_more_devices_add(result, one)
+    return Section(
+        "Devices", (_table(rows), *map(Paragraph, words)), "one device ran the baseline alone; 95% intervals"
     )
+
+
+def _what_more_devices_add(result: Result, one: OneDevice) -> Iterator[str]:
+    """What the table shows, in sentences, and what has to be known to read it."""
+    size, base = result.subject.num_processes, result.baseline
+    if one.efficiency is not None and one.efficiency_ci is not None:
+        low, high = (size * edge for edge in one.efficiency_ci)
+        yield f"The baseline trains {_gain(size * one.efficiency, low, high)} as fast on {size} as on 1."
+    if one.speedup is not None and one.speedup_ci is not None and (base is None or base.config != result.config):
+        yield f"The answer on {size} trains {_gain(one.speedup, *one.speedup_ci)} as fast as the baseline on 1."
+        searches = f"; --devices 1,{size} does that" if result.subject.model else ""
+        yield f"The fastest config of one device was not searched{searches}."
+    if not capabilities_of(result.subject.device).own_processors:
+        yield f"They share one CPU: a process alone has all its cores, so an efficiency of {1 / size:.0%} is no loss."
+    alone, together = _samples_per_step(one), size * _samples_per_step(base or one)
+    if alone != together:
+        yield (
+            f"No global batch is given, so an optimizer step takes {plural(together, 'sample')} on {size} and {alone} on 1."
+        )
+
+
+def _samples_per_step(found: Measured) -> int:
+    """Samples of one process."""
+    batch_size, accumulation_steps = (int(found.config[name]) for name in BATCH_KEYS)
+    return batch_size * accumulation_steps
+
+
+def _gain(ratio: float, low: float, high: float) -> str:
+    """`1.83x (95% interval 1.78x to 1.88x)`."""
+    sure = "too noisy to tell more" if is_wide(low, high) else f"95% interval {interval(low, high)}"
+    return f"{times(ratio)} ({sure})"
+
+
+def _efficiency(efficiency: float | None, ends: tuple[float, float] | None) -> str:
+    """`91% (88% to 94%)`; a dash where it is not known."""
+    if efficiency is None or ends is None:
+        return "-"
+    low, high = ends
+    return f"{efficiency:.0%} ({low:.0%} to {high:.0%})"
+
+
+def _table(rows: list[tuple[Cell, ...]]) -> Table:
+    return table((">processes", ">samples/s", ">efficiency", ">memory of each", "config"), rows)
+
+
+def _row(number: int, found: Measured | OnDevices, efficiency: str, config: Cell) -> tuple[Cell, ...]:
+    ran = found.samples_per_s > 0
+    figures = (measured_rate(found), efficiency, format_bytes(found.peak_bytes)) if ran else ("-", "-", "-")
+    return (str(number), *figures, config)

@@ -253,7 +253,7 @@ class CommandRunner(LocalRunner):
         """The inspection, with what a few steps have shown."""
         self._world = found.world
         world = found.known_world  # unknown where memory ran out before any step
-        baseline = self._baseline_in(world)
+        baseline = self._complete(self._baseline, world)
         unseen = [_LOSS_NOT_SEEN] if self._command.has(BATCH_SIZE) else []
         if self.world.size > 1 and found.world is not None and world.size != self.world.size:
             unseen.append(
@@ -268,6 +268,7 @@ class CommandRunner(LocalRunner):
             step_s=found.step_s,
             step_samples=found.step_samples,
             shortage=found.shortage,
+            baseline_alone=self._baseline_alone().as_dict() if self._may_run_alone else None,
         )
 
     def _num_ranks(self, job: jobs.Job[Any]) -> int:
@@ -281,8 +282,10 @@ class CommandRunner(LocalRunner):
     def _arguments(self, job: jobs.Job[Any]) -> dict[str, Any]:
         """What `autotune.runners.launch` takes."""
         scratch = os.path.join(os.path.dirname(self._channel), "scratch")
-        world = self._world and self._world.to_dict()
-        device = {"device": self._slot, "world": world, "scratch": scratch}
+        device, world, num_devices = self._slot, self._world, self.world.size
+        if self._may_run_alone and job.world.size == 1:
+            device, world, num_devices = self._device.name, ALONE, 1
+        where = {"device": device, "world": world and world.to_dict(), "scratch": scratch}
         match job:
             case jobs.ProbeJob():
                 config, settings, more = job.config, job.settings, {}
@@ -294,8 +297,8 @@ class CommandRunner(LocalRunner):
                 more = {"inspection": self._drafted(config, ALONE, has_batchnorm=False).to_dict()}
             case _:
                 raise ConfigError(f"a command cannot be asked for a {job.name}: its model is not seen")
-        line = self._command.line(config, os.path.join(scratch, "output"), self.world.size)
-        return device | more | {"config": config.as_dict(), "settings": settings.to_dict(), "command": line}
+        line = self._command.line(config, os.path.join(scratch, "output"), num_devices)
+        return where | more | {"config": config.as_dict(), "settings": settings.to_dict(), "command": line}
 
     def _as_given(self) -> Config:
         """The baseline while nobody knows yet how many processes share the global batch: as for one a device, as far as that goes."""
@@ -308,14 +311,26 @@ class CommandRunner(LocalRunner):
                 baseline.setdefault(ACCUMULATION, max(1, steps))
         return self.techniques.complete(baseline)
 
-    def _baseline_in(self, world: World) -> Config:
-        """The baseline of one of the command's processes.
+    @property
+    def _may_run_alone(self) -> bool:
+        """Whether a probe may ask for one process where several train together: the command takes their number."""
+        return self.world.size > 1 and self._world is not None and self._world.size > 1
+
+    def _baseline_alone(self) -> Config:
+        """The baseline of one process alone, whose batch follows from the global batch as far as it has to."""
+        follows = set()
+        if self._global_batch is not None:
+            follows = {ACCUMULATION} if self._command.has(ACCUMULATION) else {ACCUMULATION, BATCH_SIZE}
+        return self._complete({name: text for name, text in self._baseline.items() if name not in follows}, ALONE)
+
+    def _complete(self, stated: Mapping[str, Any], world: World) -> Config:
+        """The whole config of one of a world's processes, of which a part is stated.
 
         Raises:
-            ConfigError: the baseline does not keep the global batch.
+            ConfigError: it does not keep the global batch.
         """
         whole = not self._command.has(ACCUMULATION)
-        baseline = dict(self._baseline)
+        baseline = dict(stated)
         if whole and self._global_batch is not None:
             baseline.setdefault(BATCH_SIZE, share_of(self._global_batch, world))
         complete = self.techniques.complete(baseline, global_batch=self._global_batch, world=world)

@@ -27,6 +27,7 @@ TIMEOUT_FACTOR = 6.0  # of the baseline's wall time
 FIRST_TIMEOUT_SHARE = 0.4  # of the budget: for a probe before anything is known
 UNKNOWN_TIME_SHARE = 0.15  # of the budget: for a probe as long as nothing has run
 SLOWEST_TIMED = 0.5  # of the baseline's throughput: what is slower than that is not worth timing
+GUEST_SHARE = 0.15  # of the time that exploring and play-off share: kept at most for one device beside the play-off
 UNDO_SHARE = 0.15  # of the time that exploring and play-off share: kept at most for undoing changes of the best config
 END_SHARE = 0.03  # of the budget: after the last probe the answer is put together and written
 AHEAD_S = 3600.0  # of training, where the user does not say how long it will be
@@ -67,6 +68,7 @@ class Budget:
         kept_probes: number of probes for which time is kept, to undo single changes of the best config.
         check_s: how long the longest comparison with plain fp32 has taken; the next is taken to need as long.
         is_auto: whether the search ends where going on is expected to gain less than the time that it takes.
+        guest_s: time kept for measuring one device beside the play-off, within a share.
         evaluation_s: time for finding the batch size for evaluation, which follows the answer; `budget_s` is without it.
     """
 
@@ -84,6 +86,7 @@ class Budget:
     kept_probes: int = 0
     check_s: float = 0.0
     is_auto: bool = False
+    guest_s: float = 0.0
     evaluation_s: float = 0.0
 
     def keep_for_evaluation(self, share: float) -> None:
@@ -166,29 +169,32 @@ class Budget:
 
     def allows_a_probe(self, history: History) -> bool:
         """Whether there is time for another probe before the play-off. While no config is feasible, none is kept for a play-off."""
+        return self.has_trials_left(history) and self.setup_left_s(history) > 0
+
+    def has_trials_left(self, history: History) -> bool:
+        """Whether the user's number of trials leaves another one before the play-off."""
         num_begun = len(history.searched) - history.num_resumed + len(history.running)
-        if self.num_trials is not None and num_begun >= self.num_trials:
-            return False
-        return self.setup_left_s(history) > 0
+        return self.num_trials is None or num_begun < self.num_trials
 
     def setup_left_s(self, history: History) -> float:
         """Seconds that another probe before the play-off may take for what only some configs need, such as compiling.
 
-        Nothing is kept for a play-off as long as the baseline alone could take part in it. Otherwise time is kept for the wanted
-        rounds, up to a share, and at least for one round with a config found last: one that has no time left to play was found
-        in vain.
+        Nothing is kept for a play-off as long as the baseline alone could take part in it, except for one device beside it. Otherwise
+        time is kept for the wanted rounds, up to a share, and at least for one round with a config found last: one that has no time
+        left to play was found in vain.
         """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
+        guest_s = min(self.guest_s, GUEST_SHARE * shared_s)
         match len(history.feasible):
             case 0:
                 leave_s = expected_s
             case 1 if history.space.baseline in history.feasible:
-                leave_s = 0.0
+                leave_s = guest_s
             case _:
                 rounds_s = min(WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s, MAX_SHARE * shared_s)
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
-                leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s
+                leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s + guest_s
         return self.free_s - expected_s - leave_s
 
     def is_worth(self, gain: float, cost_s: float, history: History) -> bool:

@@ -18,6 +18,7 @@ from autotune.study.history import History
 from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
+from autotune.tuning.one_device import invite_one_device
 from autotune.tuning.playoff import CLOSE, MIN_ROUNDS, RISK, PlayOff
 from autotune.tuning.state import Search
 from autotune.units import plural
@@ -77,11 +78,14 @@ def confirm(
         pays = number < MIN_ROUNDS or search.budget.is_worth(play_off.stake(), round_s, search.history)
         return pays and search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number)
 
-    return play_off.play(
+    standing = play_off.play(
         has_time,
         substitutes=(_entrant(search, config, None) for config in waiting),
         challenger=lambda: _challenger(search, play_off, candidates, admit),
     )
+    if (guest := play_off.guest) is not None:
+        search.budget.guest_s = guest.num_missing * guest.wall_s
+    return standing
 
 
 def overtaken(search: Search, standing: Standing, admit: Callable[[Config], bool]) -> bool:
@@ -121,9 +125,12 @@ def _open_play_off(search: Search) -> PlayOff:
         phases=False,  # the search's own probes have timed them
     )
 
-    def run(config: Config, number: int) -> Outcome | None:
+    def timed_s() -> float:
         assert search.play_off is not None
-        timed = settings.replace(max_timed_s=search.play_off.timed_s(settings.max_timed_s))
+        return search.play_off.timed_s(settings.max_timed_s)
+
+    def run(config: Config, number: int) -> Outcome | None:
+        timed = settings.replace(max_timed_s=timed_s())
         trial = None
         while trial is None and not search.interrupted() and search.left_s > 0:  # again after a fault
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
@@ -145,6 +152,7 @@ def _open_play_off(search: Search) -> PlayOff:
         seed=search.options.seed,
         earlier=[trial for trial in history.trials if trial.in_play_off],
         baseline_may_win=history.space.answers(baseline),
+        guest=invite_one_device(search, settings, timed_s),
     )
 
 

@@ -17,12 +17,12 @@ SAME_ERRORS = 3  # so many unlike configs that fail alike, when nothing has run,
 
 
 def measure_baseline(search: Search) -> None:
-    """Probe the baseline. If the user did not give one, halve its batch until it fits and neither hangs nor crashes."""
+    """Probe the baseline. If the user did not give one, halve its batch until it fits and neither hangs nor crashes, while there are
+    trials left.
+    """
     given, history = search.inspection.baseline_given, search.history
-    batch = search.inspection.batch
-    stays = given or (len(batch.sizes) == 1 and not batch.optional_sizes)  # a whole step takes all of the global batch
     while not search.interrupted():
-        smaller = None if stays else history.space.with_smaller_baseline()
+        smaller = None if search.inspection.keeps_baseline_batch else history.space.with_smaller_baseline()
         # plain training of so many samples ran out of memory in the inspection
         too_large = (
             bool(search.inspection.shortage) and history.space.baseline.batch_size >= search.inspection.step_samples
@@ -33,6 +33,8 @@ def measure_baseline(search: Search) -> None:
             if smaller is None or outcome is None:
                 return
             if not history.objective.does_not_fit(outcome) and outcome.kind not in (Kind.TIMEOUT, Kind.CRASHED):
+                return
+            if not search.budget.has_trials_left(history):
                 return
             _trace_between(search)
         history.space = smaller

@@ -147,11 +147,14 @@ def open_search(
     runner: Runner | None,
     listener: Listener,
     began_s: float | None = None,
+    *,
+    beside_one_device: bool = True,
 ) -> Iterator[Search]:
     """A search that is ready to probe. On exit the study is unlocked and no process is left.
 
     Args:
         began_s: what `time.monotonic()` read when the user began to wait; by default now.
+        beside_one_device: whether one device is measured, too, where several train together.
 
     Raises:
         TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
@@ -196,6 +199,7 @@ def open_search(
             if why_none:
                 listener.warn(f"the device could not be measured: {why_none}")
         search = _open_over(runner, kept, options, budget, agreed, asked, calibration, listener, interruption)
+        search.beside_one_device = beside_one_device and search.inspection.baseline_alone is not None
         for note in runner.notes[len(known) :]:  # of the inspection
             search.warn(note)
         stack.enter_context(search.tracing)

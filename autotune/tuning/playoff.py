@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 from autotune.records.config import BATCH_KEYS, Config
 from autotune.records.measured import NORMAL_95, Measured
@@ -20,7 +21,8 @@ from autotune.records.study import PLAY_OFF, Trial
 from autotune.study.figures import ratio_interval, times_as_fast, unrest
 from autotune.study.history import find_excused
 from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, joules_per_sample, samples_per_s
-from autotune.tuning.evidence import Evidence, Searched, within_measured
+from autotune.tuning.evidence import Evidence, Key, Searched, within_measured
+from autotune.tuning.guest import Guest
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
@@ -31,6 +33,7 @@ CONFIDENCE = 0.95
 LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLOSE`, below which an entrant is out
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
 SHORTEST_TIMED_S = 0.5
+GUEST = "the guest"  # among the configs of those who play
 
 
 class PlayOff:
@@ -42,6 +45,7 @@ class PlayOff:
         ended: called with the number of each round that was not cut short.
         earlier: the trials of the rounds that earlier searches played.
         baseline_may_win: False where the baseline is not what the user fixed; then it plays only to be compared with.
+        guest: is measured in the first rounds that have time for it; None for none.
     """
 
     def __init__(
@@ -54,8 +58,10 @@ class PlayOff:
         ended: Callable[[int], None] = lambda number: None,
         earlier: Iterable[Trial] = (),
         baseline_may_win: bool = True,
+        guest: Guest | None = None,
     ) -> None:
         self.baseline = baseline
+        self.guest = guest
         self.entrants: list[Entrant] = []
         self.objective = objective
         self._run, self._ended = run, ended
@@ -80,7 +86,7 @@ class PlayOff:
         substitutes: Iterable[Entrant] = (),
         challenger: Callable[[], Entrant | None] = lambda: None,
     ) -> Standing | None:
-        """Play rounds until the answer and its gain are known, or time is up. The baseline never plays alone.
+        """Play rounds until the answer and its gain are known, or time is up. The baseline never plays alone, but beside a guest.
 
         None if no round was completed: entrants that had not run by then would look like failures.
 
@@ -94,10 +100,12 @@ class PlayOff:
         while len(self._rounds) < MAX_ROUNDS:
             if self._rounds and (late := challenger()) is not None:
                 self.enter(late)
-            if not self.playing:
-                break
             running = self._affordable(lambda round_s: has_time(round_s, len(self._rounds)))
-            if not running or (self._rounds and self._is_settled(running)) or not self._play_round(running, waiting):
+            # the first round may use the overrun, a guest may not
+            guests = self._guests(running, lambda round_s: has_time(round_s, max(1, len(self._rounds))))
+            if not running or not (self.playing or guests) or (self._rounds and self._is_settled(running)):
+                break
+            if not self._play_round([*running, *guests], waiting):
                 break
             self._drop_losers()
         return self._standing() if self._rounds else None
@@ -131,12 +139,37 @@ class PlayOff:
         of: Callable[[Outcome], float | None] = figure or self.objective.merit
         if searched is None:
             searched = {e.config: e.searched for e in self._everyone() if e.searched is not None and figure is None}
-        ran = {e.config: {n: o for n, o in e.outcomes.items() if o.ok} for e in self._everyone()}
-        is_speed = figure is not None or self.objective.rests_on_speed
+        return self._evidence_of(
+            {e.config: e.outcomes for e in self._everyone()},
+            of,
+            searched,
+            is_speed=figure is not None or self.objective.rests_on_speed,
+        )
+
+    def over_guest(self, config: Config) -> Ratio | None:
+        """The throughput of a config that plays over the guest's, with its 95 % interval; None where they ran in no common round."""
+        outcomes: dict[Key, Mapping[int, Outcome]] = {e.config: e.outcomes for e in self._everyone()}
+        outcomes[GUEST] = {} if self.guest is None else self.guest.ran
+        if not {number for number, outcome in outcomes.get(config, {}).items() if outcome.ok} & outcomes[GUEST].keys():
+            return None
+        return self._evidence_of(outcomes, samples_per_s, {}, is_speed=True).difference(config, GUEST).ratio()
+
+    @staticmethod
+    def _evidence_of(
+        outcomes: Mapping[Any, Mapping[int, Outcome]],
+        figure: Callable[[Outcome], float | None],
+        searched: Mapping[Config, Searched],
+        *,
+        is_speed: bool,
+    ) -> Evidence:
+        ran = {key: {n: o for n, o in by_round.items() if o.ok} for key, by_round in outcomes.items()}
         return Evidence(
-            {c: {n: math.log(known) for n, o in by_round.items() if (known := of(o))} for c, by_round in ran.items()},
+            {
+                key: {n: math.log(known) for n, o in by_round.items() if (known := figure(o))}
+                for key, by_round in ran.items()
+            },
             {config: found for config, found in searched.items()},  # noqa: C416 (a mapping of any key)
-            {config: {n: unrest(o) for n, o in by_round.items()} for config, by_round in ran.items() if is_speed},
+            {key: {n: unrest(o) for n, o in by_round.items()} for key, by_round in ran.items() if is_speed},
         )
 
     def leader(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant:
@@ -218,6 +251,13 @@ class PlayOff:
         is_worth_it = any(entrant in promising for entrant in chosen) and len(against) + len(chosen) > 1
         return [*against, *chosen] if is_worth_it else []
 
+    def _guests(self, running: Sequence[Entrant], has_time: Callable[[float], bool]) -> list[Guest]:
+        """The guest, where it still has to run and there is time for that beside those who play the next round."""
+        if self.guest is None or not self.guest.num_missing:
+            return []
+        round_s = sum(entrant.wall_s for entrant in running) + self.guest.wall_s
+        return [self.guest] if has_time(round_s) else []
+
     def _by_promise(self) -> tuple[list[Entrant], list[Entrant]]:
         """Who is in, in two parts: whose round may change the answer, and the others by expected merit.
 
@@ -229,7 +269,7 @@ class PlayOff:
         substitutes = [entrant for entrant in unplayed if entrant in self._substitutes]
         return [*late, *by_merit[:1], *substitutes], by_merit[1:]
 
-    def _play_round(self, running: list[Entrant], substitutes: Iterator[Entrant]) -> bool:
+    def _play_round(self, running: list[Entrant | Guest], substitutes: Iterator[Entrant]) -> bool:
         """Run each of them once. False if that was cut short: of that round only the failures count.
 
         Whether a time-out is a failure is decided at the end of the round: it is excused where the machine stood still.
@@ -239,6 +279,9 @@ class PlayOff:
         late: list[tuple[Entrant, Trial]] = []
         whole = True
         for entrant in running:
+            if isinstance(entrant, Guest):
+                entrant.visit(number)
+                continue
             outcome = self._run(entrant.config, number)
             if outcome is None:
                 whole = False
@@ -271,7 +314,7 @@ class PlayOff:
                 entrant.outcomes[number] = run.outcome
                 self._fail(entrant, run.outcome, substitutes)
         if not whole:
-            for entrant in running:
+            for entrant in self._everyone():
                 if not entrant.failed:
                     entrant.outcomes.pop(number, None)
             return False

@@ -32,6 +32,7 @@ from autotune.tuning.entrant import Ratio, Standing
 from autotune.tuning.evidence import Evidence, Searched
 from autotune.tuning.find_eval_batch import evaluation_of
 from autotune.tuning.later import later_std, widen
+from autotune.tuning.one_device import one_device_of
 from autotune.tuning.playoff import MIN_ROUNDS
 from autotune.tuning.state import Search
 from autotune.tuning.why import effects
@@ -139,6 +140,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         evaluation=evaluation_of(search, answer),
         energy=_energy(search, measured, outcomes, None if is_baseline else played, later),
         money=_money(search, measured, baseline),
+        one_device=one_device_of(search, answer, measured, baseline, later),
         cost=_cost(history.trials, search.budget),
         storage=search.store.place.storage,
         study=search.store.place.study,

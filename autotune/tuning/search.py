@@ -29,6 +29,7 @@ from autotune.tuning.explore import (
     tell_of_large_batches,
     undo_changes,
 )
+from autotune.tuning.one_device import keep_time_for_one_device
 from autotune.tuning.opening import open_search, open_search_beside
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend
 from autotune.tuning.state import Search
@@ -45,6 +46,7 @@ def search(
     runner: Runner | None = None,
     listener: Listener | None = None,
     began_s: float | None = None,
+    beside_one_device: bool = True,
 ) -> Result:
     """Find the best config of a task.
 
@@ -52,13 +54,15 @@ def search(
         source: the task; None if the runner has it.
         runner: runs the probes; by default processes on this machine.
         began_s: what `time.monotonic()` read when the user began to wait; by default now.
+        beside_one_device: whether one device is measured, too, where several train together.
 
     Raises:
         TaskError, ConfigError, DeviceError, StudyError: the user can fix it; see the message.
         NothingFeasible: no config ran within the limits.
         Interrupted: by Ctrl-C; carries the best so far.
     """
-    with open_search(source, options, runner, listener or Listener(), began_s) as search:
+    listener = listener or Listener()
+    with open_search(source, options, runner, listener, began_s, beside_one_device=beside_one_device) as search:
         return add_rankings(search)
 
 
@@ -146,6 +150,7 @@ class _PlayOff:
 def _baseline(search: Search) -> None:
     """Measure the baseline, and share what is left of the budget."""
     measure_baseline(search)
+    keep_time_for_one_device(search)
     tell_of_large_batches(search)
     search.budget.shared_from_s, search.budget.kept_probes = search.budget.elapsed_s, UNDONE
 

@@ -80,6 +80,7 @@ class Search:
         play_off: None before it was opened.
         refused: what did not pass its comparison with plain fp32, each with the reason.
         others: what else of the task is to be trained, each to be ranked by a search of its own.
+        beside_one_device: whether one device is measured beside those that train together.
         at_once: how many probes run at once, and which alone.
     """
 
@@ -100,6 +101,7 @@ class Search:
     play_off: PlayOff | None = None
     refused: list[str] = field(default_factory=list)
     others: Sequence[Mapping[str, Choice]] = ()
+    beside_one_device: bool = False
     num_faults: int = 0
     at_once: AtOnce = field(init=False)
     _in_flight: dict[int, Flight] = field(default_factory=dict)  # by the runner's ticket

@@ -17,6 +17,7 @@ from torch import nn
 from autotune.devices.cpu import CpuDevice
 from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
+from autotune.records.config import World
 from autotune.records.inspection import Inspection, Layer, LossKind, ModelSignature, Support
 from autotune.records.study import SearchFacts
 from autotune.study.place import place_of
@@ -141,6 +142,32 @@ def test_a_baseline_that_is_no_config_of_the_task_is_refused(baseline, global_ba
         inspected(task)
     for text in ("the baseline", *expected, "correct"):
         assert text in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "global_batch", "together", "alone"),
+    [
+        ({"batch_size": 8}, 32, (8, 2), (8, 4)),
+        ({"batch_size": 32}, 32, (16, 1), (32, 1)),  # a process's share is all that it can take
+        ({"batch_size": 8, "accumulation_steps": 2, "parallel": "fsdp", "amp": "bf16"}, 32, (8, 2), (8, 4)),
+        ({"batch_size": 20}, 32, (16, 1), (16, 2)),
+        (None, 32, (16, 1), (32, 1)),
+        ({"batch_size": 8}, None, (8, 1), (8, 1)),
+    ],
+)
+def test_what_one_device_would_run_is_the_baseline_with_nothing_that_spreads_the_model(
+    baseline, global_batch, together, alone
+):
+    task = dataclasses.replace(on_images(), baseline=baseline, global_batch=global_batch)
+    told = inspect_task(task, device="cpu", memory_limit_bytes=None, world=World(size=2))
+    for name, plan in (("baseline", together), ("baseline_alone", alone)):
+        assert (told[name]["batch_size"], told[name]["accumulation_steps"]) == plan
+    assert told["baseline_alone"]["parallel"] == "ddp"
+    assert told["baseline_alone"]["amp"] == (baseline or {}).get("amp", "off")
+
+
+def test_one_process_has_no_other_baseline_for_one_device():
+    assert inspect_task(on_images(), device="cpu", memory_limit_bytes=None)["baseline_alone"] is None
 
 
 def test_a_technique_that_changes_what_is_learned_is_optional_and_labelled(monkeypatch):

@@ -113,6 +113,17 @@ def test_a_replaced_key_must_exist():
         complete({"batch_size": 8}).replace(batchsize=4)
 
 
+@pytest.mark.parametrize(
+    ("global_batch", "world", "halves"),
+    [(96, ALONE, (12, 8)), (96, TWO, (12, 4)), (48, TWO, (12, 2)), (None, ALONE, (12, 1))],
+)
+def test_half_a_micro_batch_keeps_the_global_batch(global_batch, world, halves):
+    half = complete({"batch_size": 24}, global_batch=global_batch, world=world).halved(global_batch, world)
+    assert (half.batch_size, half.accumulation_steps) == halves
+    odd = complete({"batch_size": 3}, global_batch=global_batch, world=world).halved(global_batch, world)
+    assert odd.batch_size == 1
+
+
 def test_a_plan_keeps_the_global_batch_exactly():
     assert BatchPlan.keeping(96, 8) == BatchPlan(8, accumulation_steps=12)
     assert BatchPlan(8, accumulation_steps=12).keeps(96) and BatchPlan(8).keeps(None)

@@ -330,9 +330,13 @@ def test_the_processes_of_one_command_are_gathered(tmp_path):
         assert not isinstance(inspection, Outcome), inspection
         assert inspection.world.size == 2 and inspection.global_batch == 16 and inspection.batch.sizes == (1, 2, 4, 8)
         config = techniques.complete({"batch_size": 8}, global_batch=8)
-        found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=None)))
+        found = measured(runner.probe(config, SETTINGS.replace(memory_limit_bytes=None, world=inspection.world)))
+        by_itself = techniques.complete(inspection.baseline_alone)
+        alone = measured(runner.probe(by_itself, SETTINGS.replace(memory_limit_bytes=None)))
     assert found.samples_per_s == pytest.approx(16 / found.step_s)
     assert len(found.waits_s) == 2  # by DDP's own clocks
+    assert (by_itself.batch_size, by_itself.accumulation_steps) == (16, 1)
+    assert alone.samples_per_s == pytest.approx(16 / alone.step_s)
 
 
 def test_the_number_of_devices_is_filled_in_and_belongs_into_the_command(tmp_path):

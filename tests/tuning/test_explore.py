@@ -154,6 +154,16 @@ def test_an_unstated_baseline_is_halved_until_it_fits(tmp_path):
     assert search.history.baseline is not None and search.history.baseline.ok
 
 
+def test_each_halving_of_the_baseline_is_one_of_the_trials_and_another_search_goes_on_with_it(tmp_path):
+    whole = find_techniques().complete({"batch_size": 96}, global_batch=96).as_dict()
+    found = inspection(baseline=whole, baseline_given=False)
+    for batches in ([96], [12]):
+        made = make_search(tmp_path, runner := ClosedFormRunner(), inspection=found, num_trials=1)
+        measure_baseline(made)
+        explore(made, made.proposer())
+        assert [config.batch_size for config in runner.configs] == batches
+
+
 def test_batches_whose_steps_would_take_too_much_of_the_budget_are_left_out_and_told(tmp_path):
     runner = ClosedFormRunner()
     search = make_search(tmp_path, runner, listener=(notes := Notes()), sampler="cost-model", num_trials=6)

@@ -14,6 +14,7 @@ from autotune.study.figures import ratio_interval
 from autotune.techniques import find_techniques
 from autotune.tuning.entrant import Entrant
 from autotune.tuning.evidence import Searched
+from autotune.tuning.guest import NUM_ROUNDS, Guest
 from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, PlayOff
 from tests.closed_form import measurement
 
@@ -653,3 +654,70 @@ def test_nobody_waits_for_an_entrant_that_there_is_no_time_for(comes_in):
     assert slow in made.entrants and not slow.outcomes
     assert standing.answer.config == config(16)
     assert len(numbers) < 2 * MIN_ROUNDS
+
+
+def hosted(speeds, guest_speed, *, noise=0.01, rounds=MANY, round_s=math.inf):
+    """A play-off with a guest: how it stands, how the guest fared, and what ran in which round."""
+    generator = random.Random(0)
+    log, slowdown = [], {}
+
+    def measure(name, candidate, speed, number):
+        log.append((number, name))
+        drift = slowdown.setdefault(number, generator.uniform(0.8, 1.2))
+        found = measurement(candidate, speed * drift * (1 + noise * generator.gauss(0, 1)), 500 * MIB)
+        return Outcome(kind=Kind.OK, measurement=found, wall_s=1.0)
+
+    guest = Guest(
+        config=BASE,  # the same choices as the baseline's, on fewer devices
+        run=lambda candidate, number: measure("guest", candidate, guest_speed, number),
+        does_not_fit=OBJECTIVE.does_not_fit,
+        smaller=lambda candidate: None,
+        wall_s=1.0,
+    )
+    made = PlayOff(
+        Entrant(BASE, wall_s=1.0),
+        lambda candidate, number: measure(candidate, candidate, speeds[candidate], number),
+        OBJECTIVE,
+        seed=0,
+        guest=guest,
+    )
+    for candidate in speeds:
+        made.enter(Entrant(candidate, wall_s=1.0))
+    standing = made.play(lambda seconds, number: seconds <= round_s and number < rounds)
+    return standing, made, log
+
+
+def test_a_guest_runs_in_the_first_rounds_and_is_compared_within_them():
+    _, made, log = hosted({config(8): 130.0, BASE: 100.0}, guest_speed=50.0)
+    assert [number for number, name in log if name == "guest"] == list(range(NUM_ROUNDS))
+    for candidate, gain in ((config(8), 2.6), (BASE, 2.0)):
+        found, low, high = made.over_guest(candidate)
+        assert found == pytest.approx(gain, rel=0.03)
+        assert low <= found <= high < 1.2 * low  # although rounds differ by 40 %
+
+
+def test_a_guest_takes_its_turn_at_any_place_of_a_round():
+    _, _, log = hosted({config(8): 130.0, BASE: 100.0}, guest_speed=50.0)
+    rounds = [[name for n, name in log if n == number] for number in range(NUM_ROUNDS)]
+    assert len({names.index("guest") for names in rounds}) > 1
+
+
+@pytest.mark.parametrize("guest_speed", [1.0, 1000.0])
+def test_however_fast_a_guest_is_the_answer_stays(guest_speed):
+    standing, _, _ = hosted({config(8): 130.0, BASE: 100.0}, guest_speed)
+    assert standing.answer.config == config(8)
+    assert {*standing.figures} == {config(8), BASE}
+
+
+def test_a_guest_takes_no_time_from_those_who_play():
+    standing, made, log = hosted({config(8): 130.0, BASE: 100.0}, guest_speed=50.0, round_s=2.0)
+    assert "guest" not in [name for _, name in log]
+    assert standing.answer.config == config(8)
+    assert made.over_guest(BASE) is None
+
+
+def test_without_anybody_else_the_baseline_plays_beside_a_guest():
+    standing, made, log = hosted({BASE: 100.0}, guest_speed=50.0)
+    assert len(log) == 2 * NUM_ROUNDS
+    assert standing.answer is standing.baseline and standing.candidate is None
+    assert made.over_guest(BASE) is not None
