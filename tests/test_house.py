@@ -73,6 +73,7 @@ MAY_ASK_FOR_TECHNIQUES = {
     "export/lightning.py",
     "export/torch.py",
     "integrations/accelerate.py",
+    "integrations/accelerator.py",
     "integrations/lightning.py",
     "integrations/loops.py",
     "integrations/transformers.py",

@@ -27,7 +27,12 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune.errors import TaskError
 from autotune.group import host_or
-from autotune.integrations.accelerate import choices_of_accelerator, choices_of_launcher, device_of_this_process
+from autotune.integrations.accelerator import (
+    choices_of_accelerator,
+    choices_of_launcher,
+    choices_of_loop,
+    device_of_this_process,
+)
 from autotune.integrations.base import LiveModel, batch_of_all, find_changes, name_of, read, search, words_of_changes
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
@@ -83,8 +88,9 @@ def tune(
         loss: of the model's output and the last element of a batch; None for the model's own, or the default losses.
         optimizer: of the model's parameters.
         baseline: what else the loop itself does, such as `{"accumulation_steps": 4, "amp": "bf16"}`; it goes on doing so.
-            An `Accelerator` that exists already is asked for its device, precision, compilation and sharding, and so is
-            `accelerate launch` where there is none yet; options of DDP are not seen: `{"bucket_mb": 100}` states one.
+            An `Accelerator` that exists already is asked for its device, precision, compilation, sharding, options of DDP,
+            accumulation and `split_batches`, and `accelerate launch` for what it says of these where there is none yet. Without
+            an `Accelerator`, options of DDP are not seen: `{"bucket_mb": 100}` states one.
         listeners: watch the search; by default its progress goes to stderr.
         **options: of `autotune.search`, such as `budget` and `include`.
 
@@ -97,8 +103,10 @@ def tune(
             f"{type(model).__name__} is a LightningModule, which a Trainer trains; use "
             "autotune.integrations.lightning.tune(module, datamodule, trainer)"
         )
-    today = {**choices_of_launcher(), **choices_of_accelerator(), **(baseline or {})}
-    task = replace(task_of(model, loader, loss, optimizer, baseline=today), fixed_accumulation=_STAYS)
+    settings, told = choices_of_loop(getattr(loader, "batch_size", None) or 1)
+    today = {**choices_of_launcher(), **choices_of_accelerator(), **settings, **(baseline or {})}
+    task = task_of(model, loader, loss, optimizer, baseline=today)
+    task = replace(task, fixed_accumulation=_STAYS, warnings=(*task.warnings, *told))
     if optimizer is None:
         raise TaskError("the optimizer is None; expected the loop's own torch.optim.Optimizer")
     if hasattr(vars(model).get("forward"), _TUNED):

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError
 from autotune.group import launched_world
-from autotune.integrations.accelerate import choices_of_shards, groups_of, require_whole_samples
+from autotune.integrations.accelerator import choices_of_shards, groups_of, require_whole_samples
 from autotune.integrations.base import (
     LiveModel,
     batch_of_all,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,22 @@ LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_
 FACTS = TaskFacts(name="closed", source_hash="abc", optimizer="AdamW")
 
 
+@dataclass
 class Known(ClosedFormRunner):
+    """`today` is what the baseline has beside its batch size."""
+
+    today: dict[str, Any] = field(default_factory=dict)
+
     def result_of(self, job: Job[Any]) -> Any:
         if not isinstance(job, InspectJob):
             return super().result_of(job)
         whole = 96 * self.world.size
-        baseline = techniques.complete({"batch_size": 4}, global_batch=whole, world=self.world)
+        baseline = techniques.complete({"batch_size": 4, **self.today}, global_batch=whole, world=self.world)
         return inspection(facts=FACTS, world=self.world, global_batch=whole, baseline=baseline.as_dict())
 
 
-def known(folder: Path, world: World = ALONE) -> dict[str, Any]:
-    """Options of a search of what trains 96 samples a step, in each process of a world, in micro batches of 4."""
-    storage, runner = f"sqlite:///{folder / 'closed.db'}", Known()
+def known(folder: Path, world: World = ALONE, **today: Any) -> dict[str, Any]:
+    """Options of a search of what trains 96 samples a step, in each process of a world, in micro batches of 4; `today` as of `Known`."""
+    storage, runner = f"sqlite:///{folder / 'closed.db'}", Known(today=today)
     runner.world = world
     return {"runner": runner, "listeners": (), "storage": storage, "memory_limit": "1000MiB", "trials": 10}

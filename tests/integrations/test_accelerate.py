@@ -13,20 +13,15 @@ from torch.utils.data import DataLoader
 
 from autotune.errors import ConfigError, TaskError
 from autotune.probe.inspection import inspect_task
+from autotune.records.config import World
 from autotune.task import Task
 from tests.coupling.searches import rewarding_cutting
-from tests.integrations.answers import LAUNCHED, known
+from tests.integrations.answers import known
 from tests.integrations.test_base import dataset, net
 from tests.notes import Notes
 
 accelerate = pytest.importorskip("accelerate")
-from autotune.integrations.accelerate import (  # noqa: E402
-    choices_of_launcher,
-    choices_of_shards,
-    find_executable_config,
-    groups_of,
-    require_whole_samples,
-)
+from autotune.integrations.accelerate import find_executable_config  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -127,61 +122,49 @@ def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monke
     assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
 
 
-def plugin(version: int, kept: Any, offload: Any) -> Any:
-    """Accelerate's settings of FSDP, which it makes on a GPU alone."""
-    name = "sharding_strategy" if version == 1 else "reshard_after_forward"
-    fields = {"sharding_strategy": None, "reshard_after_forward": None, name: kept}
-    return SimpleNamespace(fsdp_version=version, cpu_offload=offload, **fields)
+def answered(monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
+    """A search finds this config."""
+    monkeypatch.setattr(
+        "autotune.integrations.accelerate.search",
+        lambda *_: SimpleNamespace(config=config, subject=SimpleNamespace(coupling=None)),
+    )
 
 
-def test_what_accelerate_shards_is_read_with_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
+def test_an_accelerator_that_trains_other_batches_than_the_config_is_refused_when_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered(monkeypatch, batch_size=8, accumulation_steps=2)
 
-    for name, value in LAUNCHED.items():
-        monkeypatch.setenv(name, value)
-    found = choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "bf16"}, {})
-    assert found == {"amp": "off", "parallel": "fsdp", "shard_dtype": "bf16", "shard_offload": False}
-    for settings in (
-        plugin(2, False, CPUOffloadPolicy()),
-        plugin(1, ShardingStrategy.SHARD_GRAD_OP, CPUOffload(offload_params=True)),
-    ):
-        found = choices_of_shards(settings, {"mixed_precision": "no"}, {})
-        assert found == {"amp": "off", "parallel": "fsdp_grad", "shard_offload": True}
-    copies = plugin(1, ShardingStrategy.NO_SHARD, CPUOffload())
-    with pytest.raises(
-        TaskError, match=r"\(NO_SHARD, no\), which probes do not; expected one that shards, in fp32 or bf16"
-    ):
-        choices_of_shards(copies, {"mixed_precision": "no"}, {})
-    with pytest.raises(TaskError, match=r"\(version 2, fp16\), which probes do not"):
-        choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "fp16"}, {})
+    def train(config: Any, **arguments: Any) -> int:
+        return accelerate.Accelerator(cpu=True, **arguments).gradient_accumulation_steps
+
+    tuned = find_executable_config(task)(train)
+    assert tuned() == 1  # the function accumulates by itself
+    assert tuned(gradient_accumulation_steps=2) == 2
+    plugin = accelerate.utils.GradientAccumulationPlugin(num_steps=4)
+    with pytest.raises(TaskError, match=r"with accumulation_steps=4, and the config is accumulation_steps=2; leave"):
+        tuned(gradient_accumulation_plugin=plugin)
+    made = accelerate.Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    assert made.gradient_accumulation_steps == 4, "outside of the function nothing is looked at"
 
 
-def groups(**sizes: int) -> Any:
-    """What an Accelerator's state keeps of its groups of processes."""
-    return SimpleNamespace(parallelism_config=SimpleNamespace(**sizes))
+def test_options_of_ddp_that_were_not_measured_are_told_when_the_accelerator_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered(monkeypatch, batch_size=8, accumulation_steps=1, bucket_mb=25)
+    notes, of_ddp = Notes(), accelerate.utils.DistributedDataParallelKwargs(bucket_cap_mb=100)
 
+    @find_executable_config(task, listeners=[notes])
+    def train(config: Any) -> None:
+        accelerate.Accelerator(cpu=True, kwargs_handlers=[of_ddp])
 
-def test_copies_of_shards_are_read_and_what_shares_out_a_sample_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process of four; as `accelerate launch` says it, and as an Accelerator has it that is there."""
-    from torch.distributed.fsdp import OffloadPolicy
-
-    for name, value in {**LAUNCHED, "WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    hybrid = groups_of(groups(dp_replicate_size=2, dp_shard_size=2))
-    found = choices_of_shards(plugin(2, True, OffloadPolicy()), {"mixed_precision": "no"}, hybrid)
-    assert found["parallel"] == "hsdp:2"
-    with pytest.raises(TaskError, match=r"version 2, in copies, not resharded, no\), which probes do not"):
-        choices_of_shards(plugin(2, False, OffloadPolicy()), {"mixed_precision": "no"}, hybrid)
-    with pytest.raises(TaskError, match=r"share out sequences \(cp_size=2\).*with cp_size=1 first"):
-        require_whole_samples(groups_of(groups(dp_shard_size=2, cp_size=2)))
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    for name in ("DP_REPLICATE", "DP_SHARD"):
-        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
-    monkeypatch.setattr("autotune.integrations.accelerate._plugin", lambda: plugin(2, True, OffloadPolicy()))
-    assert choices_of_launcher()["parallel"] == "hsdp:2"
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
-    with pytest.raises(TaskError, match=r"share out tensors \(tp_size=2\).*`autotune search --command`"):
-        choices_of_launcher()
+    for module in ("accelerator", "base"):
+        monkeypatch.setattr(f"autotune.integrations.{module}.launched_world", lambda: World(size=2))
+    train()
+    assert (
+        notes.texts[-1]
+        == "the Accelerator has bucket_mb=100, and probes had bucket_mb=25: state it as the task's baseline"
+    )
 
 
 @pytest.mark.parametrize("stated", [None, {"batch_size": 4}])

@@ -21,6 +21,7 @@ from autotune.records.config import World
 from autotune.task import Task
 from tests.integrations.answers import known
 from tests.integrations.test_base import dataset, net
+from tests.notes import Notes
 from tests.worlds import Ranks
 
 SAMPLES = 384  # two steps of 192
@@ -176,6 +177,37 @@ def a_loop_trains(world: World, folder: Path) -> Any:
     return loader.batch_size, 24, steps, seen.samples, seen.arithmetic
 
 
+def a_loop_of_accelerate_trains(world: World, folder: Path) -> Any:
+    """Its `Accelerator` divides a loader's batches, accumulates, and has options of DDP."""
+    import accelerate
+    from accelerate import utils
+
+    from autotune.integrations.loops import tune
+
+    accelerator = accelerate.Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=24,
+        dataloader_config=utils.DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[utils.DistributedDataParallelKwargs(bucket_cap_mb=100)],
+    )
+    model, loss, notes = net(), torch.nn.CrossEntropyLoss(), Notes()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(dataset(SAMPLES), batch_size=4 * world.size)
+    options = known(folder, world, bucket_mb=100) | {"fix": {"batch_size": 4}, "listeners": [notes]}
+    tuned = tune(model, loader, loss, optimizer, **options)
+    assert world.rank or "stays as the script has it: bucket_mb=100" in notes.texts[0]
+    assert tuned.loader.batch_size == 8
+    seen, steps = Seen(model[0]), 0
+    spread, optimizer, loader = accelerator.prepare(model, optimizer, tuned.loader)
+    for x, y in loader:
+        with accelerator.accumulate(spread):
+            accelerator.backward(loss(spread(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        steps += accelerator.sync_gradients
+    return tuned.result.config["batch_size"], 24, steps, seen.samples, seen.arithmetic
+
+
 def train_by(world: World, folder: Path, peer: str) -> Any:
     with launched(world):
         return TRAIN[peer](world, folder)
@@ -185,6 +217,7 @@ TRAIN = {
     "transformers": transformers_trains,
     "lightning": lightning_trains,
     "accelerate": accelerate_trains,
+    "accelerate, a loop": a_loop_of_accelerate_trains,
     "torch": a_loop_trains,
 }
 
@@ -192,10 +225,12 @@ TRAIN = {
 @pytest.mark.parametrize("peer", TRAIN)
 def test_every_rank_trains_with_the_answer_that_the_first_has_found(ranks: Ranks, peer: str, tmp_path: Path) -> None:
     """192 samples a step as before, of all ranks together."""
-    pytest.importorskip(peer)
+    pytest.importorskip(peer.partition(",")[0])
     first, second = ranks.run(train_by, tmp_path, peer)
     size, accumulation, steps, samples, arithmetic = first
-    assert size * accumulation == 96 and (size == 4) == (peer == "torch") and arithmetic == {True}
+    assert (
+        size * accumulation == 96 and (size == 4) == (peer in ("torch", "accelerate, a loop")) and arithmetic == {True}
+    )
     assert (steps, samples) == (2, SAMPLES // 2) and first == second
 
 
