@@ -25,3 +25,8 @@ def drop_oldest(files: Sequence[Path], most_files: int, most_bytes: int) -> None
             held_bytes += file.stat().st_size
             if place >= most_files or held_bytes > most_bytes:
                 file.unlink()
+
+
+def mend(path: Path) -> None:
+    """Drop a last line that was cut short: what is appended next would go on in it. Raises OSError."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

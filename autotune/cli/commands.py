@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.cli.files import read_config, read_options, require_other, require_writable, write
-from autotune.cli.parser import ANSWERED, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
+from autotune.cli.parser import ANSWERED, EVERYTHING, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
 from autotune.errors import ConfigError
 from autotune.records.options import (
     CommandOptions,
@@ -361,6 +361,20 @@ def devices(options: argparse.Namespace) -> int:
     else:
         print(render_devices(as_json=options.json))
     return ANSWERED
+
+
+def priors(options: argparse.Namespace) -> int:
+    """`autotune priors`: what earlier studies taught, or fewer of them."""
+    from autotune.report.priors import plain, sections
+    from autotune.study.place import DEFAULT_FOLDER
+    from autotune.study.priors import PriorStore
+
+    store = PriorStore(Path(options.folder or DEFAULT_FOLDER), _warn)
+    if options.forget is not None:
+        for name in store.forget(None if options.forget == EVERYTHING else options.forget):
+            print(f"forgot {name}", file=sys.stderr)
+    studies = store.studies()
+    return _show(options, plain(studies, store.files), sections(studies, store.files))
 
 
 def doctor(options: argparse.Namespace) -> int:

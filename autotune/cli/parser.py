@@ -37,6 +37,7 @@ EXIT_CODES = "exit codes: 0 answered; 1 nothing feasible; 2 usage, model file or
 CONFIG = "a config dict, or the JSON of a search"
 RUN, OUTPUT = "what to run", "output"  # groups in `--help`, beside those of the table
 SHELLS = ("bash", "zsh", "fish")
+EVERYTHING = "all"  # what `priors --forget` takes in place of a name
 PORT = whole(0, "a port from 0 to 65535", 65535)
 # -5s, -5%, -1GiB are taken for values, which their options refuse in their own words, and not for flags
 _NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)\b)", re.IGNORECASE)
@@ -217,6 +218,16 @@ def _add_to_devices(parser: Parser) -> None:
     _add_json(parser)
 
 
+def _add_to_priors(parser: Parser) -> None:
+    parser.group(KEPT).add_argument("--folder", metavar="FOLDER", help="of the studies (default: studies)")
+    parser.group(KEPT).add_argument(
+        "--forget",
+        metavar=f"NAME|{EVERYTHING}",
+        help="forget what this study taught, or what all did; the studies themselves stay",
+    )
+    _add_json(parser)
+
+
 def _add_to_doctor(parser: Parser) -> None:
     parser.group(TASK).add_argument(
         "--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1 (default: auto)"
@@ -270,6 +281,7 @@ COMMANDS = (
     ),
     Command("sweep", "measure a whole space into a table, for comparing searches", _add_to_sweep, SweepOptions),
     Command("devices", "memory, utilisation, temperature, power, processes", _add_to_devices),
+    Command("priors", "what finished studies teach later searches: of what, how large; forget it", _add_to_priors),
     Command("doctor", "prove on this machine, in a minute, what a search assumes", _add_to_doctor),
     Command("init", "write a commented model.py that runs as it is", _add_to_init),
     Command(

@@ -25,6 +25,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autotune.prediction import Array
+from autotune.prediction.pooling import EFFECT, SHARE, Learned, Parameter, Said, pool
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice, Config
 from autotune.records.outcome import Outcome
 from autotune.space import Space
@@ -37,6 +38,7 @@ MAX_STEPS = 12  # of Gauss-Newton
 LARGEST_STEP = 2.0  # of a parameter, in logarithms
 SETTLED = 1e-4  # a step this small changes nothing
 SETTLED_WEIGHT = 1e-2
+TELLING = 0.95  # of a parameter's prior variance: observations that leave more say next to nothing of it
 FARTHEST = 1e3  # standard deviations from what is expected to a bound
 CATEGORY_CORRELATION = 0.3  # between effects of a technique's choices without an order
 RANK_CORRELATION = 0.85  # between neighbours on a scale
@@ -126,6 +128,7 @@ class Layout:
     Args:
         width: of a sample in a micro batch of a size, in any unit; the same for all where it is not given.
         compute: what computing in a type does to the term of that name, where it is better known than a technique expects.
+        said: what other studies say of parameters.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Layout:
         space: Space,
         width: Callable[[int], float] = lambda batch_size: 1.0,
         compute: Mapping[str, Factor] = MappingProxyType({}),
+        said: Mapping[Parameter, Sequence[Said]] = MappingProxyType({}),
     ) -> None:
         self.terms = terms
         self.space = space
@@ -142,8 +146,10 @@ class Layout:
         self._reach = dict.fromkeys(self._searched, LITTLE)
         self._untraced: dict[tuple[str, Choice], float] = {}
         self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (term, parameter) of each choice
-        means = [math.log(term.share.typical) for term in terms]
-        blocks = [np.array([[math.log(term.share.spread) ** 2]]) for term in terms]
+        self.parameters: list[Parameter] = [(term.name, "", "") for term in terms]
+        shares = [pool(term.share, said.get((term.name, "", ""), ()), SHARE) for term in terms]
+        means = [math.log(share.typical) for share in shares]
+        blocks = [np.array([[math.log(share.spread) ** 2]]) for share in shares]
         for name in self._searched:
             if name in BATCH_KEYS:  # acts through the terms' scales
                 continue
@@ -160,6 +166,9 @@ class Layout:
                     continue
                 for offset, choice in enumerate(active):
                     self._position.setdefault((name, choice), []).append((number, len(means) + offset))
+                keys: list[Parameter] = [(term.name, name, choice) for choice in active]
+                self.parameters += keys
+                factors = [pool(factor, said.get(key, ()), EFFECT) for key, factor in zip(keys, factors, strict=True)]
                 means += [math.log(factor.typical) for factor in factors]
                 stds = np.log([factor.spread for factor in factors])
                 if number == 0:
@@ -327,6 +336,42 @@ class CostModel:
             return np.asarray(kernel - explained @ explained[index] + effects @ effects[index])
 
         return Posterior(value, variance, covariance_with)
+
+    def learned(self) -> dict[Parameter, Learned]:
+        """What the observations alone say of each parameter.
+
+        The prior is taken out of the posterior, both normal: precisions are subtracted. Left out are the first term, which is in units
+        of cost, and parameters of which the observations say next to nothing.
+        """
+        prior, posterior = np.diag(self._layout.covariance), (self._spread**2).sum(axis=1)
+        found = {}
+        for place, name in enumerate(self._layout.parameters[1:], start=1):
+            if posterior[place] < TELLING * prior[place]:
+                precision = 1 / posterior[place] - 1 / prior[place]
+                moment = self._parameters[place] / posterior[place] - self._layout.mean[place] / prior[place]
+                found[name] = Learned(mean=float(moment / precision), variance=float(1 / precision))
+        return found
+
+    def log_evidence(self, scales_of: CostModel) -> float:
+        """Logarithm of how likely the priors make the observations, up to a constant, with the model linearised at its fit.
+
+        Args:
+            scales_of: the model whose noise and residual are taken, so that none is excused by how much it leaves over.
+
+        Source: Rasmussen and Williams (2006), section 2.7 (marginal likelihood with explicit basis functions).
+        """
+        value, slopes = self._design.linearised(self._parameters)
+        deviations = self._values - value + slopes @ (self._parameters - self._layout.mean)
+        noise = self._layout.kernel(scales_of.residual, self._design, self._design)
+        noise = noise + np.diag(self._within + scales_of.noise**2)
+        if len(self._alone_values):
+            slopes = np.concatenate([slopes, self._alone_features])
+            of_terms = self._alone_values - self._alone_features @ self._layout.mean
+            deviations = np.concatenate([deviations, of_terms])
+            noise = np.pad(noise, (0, len(of_terms)))
+            noise[-len(of_terms) :, -len(of_terms) :] = TERM_NOISE**2 * np.eye(len(of_terms))
+        root = np.linalg.cholesky(slopes @ self._layout.covariance @ slopes.T + noise)
+        return -0.5 * float((np.linalg.solve(root, deviations) ** 2).sum()) - float(np.log(np.diag(root)).sum())
 
     def with_bound(self, config: Config, least: float) -> CostModel:
         """The model that knows, too, that a config's log cost is more than `least`."""

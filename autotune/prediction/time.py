@@ -11,10 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from autotune.prediction.cost import CostModel, CostTerm, Layout, Observation, Posterior, Probes, Residual, Scales
+from autotune.prediction.pooling import Learned, Parameter, Said
 from autotune.prediction.traces import Traces, UpdateTrace, WorkTrace
 from autotune.records.config import BATCH_KEYS, Config
 from autotune.records.device import BF16, FP16, FP32, MATMUL, TF32, Calibration
@@ -81,6 +83,9 @@ class TimeModel:
     Args:
         lengths: of the training set's samples: larger micro batches are padded more.
         roofline: the device's rates and the model's work, from which priors come where they are known.
+        said: what earlier studies say of parameters, and `chance_to_hold`, that it holds here before any probe. The model believes it
+            as long as the probes make it likelier than not: a robust mixture of priors, of which the likelier part is taken
+            (Schmidli et al., Robust meta-analytic-predictive priors in clinical trials, Biometrics 2014).
     """
 
     def __init__(
@@ -89,18 +94,31 @@ class TimeModel:
         probes: Probes = (),
         lengths: LengthDistribution | None = None,
         roofline: Roofline | None = None,
+        said: Mapping[Parameter, Sequence[Said]] = MappingProxyType({}),
+        chance_to_hold: float = 1.0,
     ) -> None:
         self._baseline = space.baseline
         terms, compute = _counted(roofline, space.baseline) if roofline else (TERMS, {})
         width = lengths.mean_width if lengths else lambda batch_size: 1.0
-        layout = Layout(terms, space, width, compute)
         measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
         seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
         self._seen = [observation.config for observation in seen]
-        self._model = CostModel(layout, RESIDUAL, SCALES, seen)
+        self._model = CostModel(Layout(terms, space, width, compute), RESIDUAL, SCALES, seen)
+        self.holds = False
+        if said and seen:
+            taught, plain = CostModel(Layout(terms, space, width, compute, said), RESIDUAL, SCALES, seen), self._model
+            odds = (
+                taught.log_evidence(plain) - plain.log_evidence(plain) + math.log(chance_to_hold / (1 - chance_to_hold))
+            )
+            if odds > 0:
+                self._model, self.holds = taught, True
         for config, outcome in probes if seen else ():
             if outcome.measurement is None and outcome.samples_per_s_high:
                 self._model = self._model.with_bound(config, -math.log(outcome.samples_per_s_high))
+
+    def learned(self) -> dict[Parameter, Learned]:
+        """What the probes alone say of each parameter."""
+        return self._model.learned()
 
     def leave_one_out(self) -> list[TimeModel]:
         """The models that would be without one probe that is the only one to show a technique's choice.

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -65,6 +66,7 @@ class Acquisition:
         seed: for the configs from which a large space is climbed; the same probes and seed give the same proposal.
         setup_s: seconds that a config takes before its first step, where others take none.
         probe_s: seconds that a probe takes besides.
+        blame: how much each choice is to blame for what crashed or hung in like studies, from 0 to 1.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Acquisition:
         pace: TimeModel | None = None,
         setup_s: Callable[[Config], float] = lambda config: 0.0,
         probe_s: float = 1.0,
+        blame: Mapping[Switch, float] = MappingProxyType({}),
     ) -> None:
         self.space = space
         self.objective = objective
@@ -89,7 +92,7 @@ class Acquisition:
         self.shortages = sum(outcome.kind is Kind.OOM and not outcome.crowded for outcome in self.seen.values())
         self.speed_weight, self.memory_weight = objective.speed_weight, objective.memory_weight
         self._seed = seed
-        self._setup_s, self._probe_s = setup_s, probe_s
+        self._setup_s, self._probe_s, self._blame = setup_s, probe_s, blame
         self.best = next(iter(self.ranked()), None)
 
     def ranked(self) -> list[Config]:
@@ -230,13 +233,15 @@ class Acquisition:
         Each failure is blamed on the choices of its config that have never run: first on techniques, then on the batch
         size. If all of them have run in other configs, it is blamed on the whole config. What failed where everything else
         was seen to run is blamed more. Running out of memory is not blamed, as the memory model knows of it, unless as many
-        samples were seen to fit.
+        samples were seen to fit. Failures of like studies are blamed as far as the choice has not run here.
         """
         ran = {choice for config, outcome in self.seen.items() if _trained(outcome) for choice in _choices(config)}
         largest = max((config.batch_size for config, outcome in self.seen.items() if _trained(outcome)), default=0)
         pairs = pairs_of(self.seen.items(), self.space.techniques).items()
         proven = {switch for switch, found in pairs if any(_broke(with_it) for with_it, _ in found)} - ran
         blame = PROVEN * np.array([len(proven & _choices(config)) for config in configs], dtype=float)
+        if self._blame:
+            blame += [sum(self._blame.get(switch, 0.0) for switch in _choices(config) - ran) for config in configs]
         for failed, outcome in self.seen.items():
             choices = _choices(failed)
             unseen = choices - ran

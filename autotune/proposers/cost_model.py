@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from autotune.prediction.cost import Probes
 from autotune.prediction.memory import MemoryModel
+from autotune.prediction.priors import NOTHING_TAUGHT, Taught
 from autotune.prediction.time import Roofline, TimeModel
 from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import Acquisition
@@ -40,6 +41,7 @@ class CostModel:
         tell: called once with a message if the cost models cannot be computed and the starting design replaces them.
         calibration: of the device.
         communicators: what a process of a world holds beside `outside_bytes`.
+        taught: what like studies taught.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class CostModel:
         tell: Callable[[str], None] = lambda text: None,
         calibration: Calibration = NOT_MEASURED,
         communicators: Communicators = NO_COMMUNICATORS,
+        taught: Taught = NOTHING_TAUGHT,
     ) -> None:
         self._communicators = communicators
         self._calibration = calibration
+        self.taught = taught
         self._peaks = peaks
         self._outside_bytes = outside_bytes
         self._seed = seed
@@ -132,13 +136,21 @@ class CostModel:
         return Acquisition(
             history.space,
             history.objective,
-            TimeModel(history.space, probes, lengths, Roofline.of(self._calibration, peaks)),
+            TimeModel(
+                history.space,
+                probes,
+                lengths,
+                Roofline.of(self._calibration, peaks),
+                self.taught.said(history.space),
+                self.taught.chance_to_hold,
+            ),
             memory_model,
             probes,
             self._seed,
             pace=pace,
             setup_s=history.setup_s,
             probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
+            blame=self.taught.blame,
         )
 
 

@@ -144,6 +144,13 @@ TIMED = Option("timed", kinds.SECONDS, EFFORT, "time each probe for at most this
 EVAL = Option("eval", kinds.SWITCH, EFFORT, "find the batch size for evaluation too, in a share of the budget")
 STUDY = Option("study", kinds.text("NAME"), KEPT, "name of the study; default: the task's")
 STORAGE = Option("storage", kinds.text("URL"), KEPT, "database file or Optuna URL; default: studies/<task>.db")
+LIKE = Option(
+    "like",
+    kinds.text("STUDY"),
+    EFFORT,
+    "begin with what this study taught, and not with what like studies on this machine did",
+)
+NO_PRIORS = Option("no_priors", kinds.SWITCH, EFFORT, "begin without what earlier studies taught")
 TABLE = Option("out", kinds.path("FILE.csv"), KEPT, "the table to write; an existing one is continued")
 GPU = Option(
     "gpu",
@@ -223,6 +230,8 @@ class SearchOptions(RunOptions):
     probe_timeout_s: float | None = PROBE_TIMEOUT.default(None)
     slots: str = SLOTS.default(ONE_SLOT)
     eval: bool = EVAL.default(False)
+    like: str | None = LIKE.default(None)
+    no_priors: bool = NO_PRIORS.default(False)
     study: str | None = STUDY.default(None)
     storage: str | None = STORAGE.default(None)
 

@@ -24,7 +24,7 @@ from autotune.prediction.traces import Traces
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_SIZE, Choice, Config, World
 from autotune.records.device import NO_COMMUNICATORS, Communicators, DeviceInfo, same_memory
 from autotune.records.formats import Record
-from autotune.records.inspection import BatchSupport, Inspection, Support, TaskFacts
+from autotune.records.inspection import BatchSupport, Inspection, ModelSignature, Support, TaskFacts
 from autotune.records.measured import NORMAL_95, round_effects
 from autotune.records.outcome import Bound, Kind, Measurement, Outcome
 from autotune.techniques import Technique, Techniques
@@ -35,7 +35,17 @@ SPEEDS = ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
 JOULES = "joules_per_sample"  # its column is missing in older tables
 PHASES = ("data", "forward", "backward", "optimizer")
 # when a sweep goes on
-_NOT_COMPARED = ("date", "outside_bytes", "communicators", "baseline_given", "facts", "reasons", "notes", "always")
+_NOT_COMPARED = (
+    "date",
+    "signature",
+    "outside_bytes",
+    "communicators",
+    "baseline_given",
+    "facts",
+    "reasons",
+    "notes",
+    "always",
+)
 
 
 class TableError(AutotuneError):
@@ -53,6 +63,7 @@ class Header(Record):
         facts: of the task, from the inspection, but for the dataset's positions; tables of format 1 do not hold them.
         date: of the first probe, ISO 8601.
         world: the processes that trained each config together.
+        signature: the model's signature; None in older tables.
     """
 
     task: str
@@ -83,6 +94,7 @@ class Header(Record):
     facts: TaskFacts | None = None
     world: World = ALONE
     communicators: Communicators = NO_COMMUNICATORS
+    signature: ModelSignature | None = None
 
     def differences(self, other: Header) -> list[str]:
         """What keeps two sweeps from sharing a table, in words; dates and free memory may differ."""
@@ -134,6 +146,7 @@ class Header(Record):
             support={name: self._support(technique) for name, technique in techniques.items()},
             outside_bytes=self.outside_bytes,
             communicators=self.communicators,
+            signature=self.signature,
         )
 
     def _support(self, technique: Technique) -> Support:
@@ -256,11 +269,6 @@ def _noise(values: Iterable[Sequence[float]]) -> float:
 def start(path: Path, header: Header) -> None:
     """Write a table without rows."""
     path.write_text(f"{MAGIC}\n# {json.dumps(header.to_dict())}\n{','.join(_columns(header))}\n", encoding="utf-8")
-
-
-def mend(path: Path) -> None:
-    """Drop a last line that was cut short: what is appended next would go on in it."""
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def append(path: Path, header: Header, row: Row) -> None:

@@ -232,7 +232,8 @@ def require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None
     if differences:
         raise StudyError(
             f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
-            f"{'; '.join(differences)}. Start another study with --study NAME, or move the file away"
+            f"{'; '.join(differences)}. Start another study with --study NAME, which begins with what this one taught, or move the file "
+            "away"
         )
 
 

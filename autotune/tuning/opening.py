@@ -16,6 +16,7 @@ from autotune.devices import capabilities_of
 from autotune.devices.calibration import arithmetic
 from autotune.devices.slots import Slots, find_slots
 from autotune.errors import ConfigError, StudyError
+from autotune.prediction.priors import Taught
 from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
 from autotune.records.config import BATCH_KEYS, Choice
@@ -31,6 +32,7 @@ from autotune.runners.slots import SlotsRunner
 from autotune.space import Space, build_space, require_possible, trained_beside
 from autotune.study.history import History
 from autotune.study.place import Place, lock_study, place_of, require_comparable
+from autotune.study.priors import PriorStore
 from autotune.study.store import Store, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
@@ -46,6 +48,7 @@ from autotune.tuning.inspecting import (
     too_little_memory,
 )
 from autotune.tuning.state import Search
+from autotune.tuning.teaching import in_words, recall, require_one_way
 from autotune.tuning.trace_ahead import Tracing, trace_for
 from autotune.units import format_bytes
 from autotune.version import __version__
@@ -147,12 +150,14 @@ def open_search(
     runner: Runner | None,
     listener: Listener,
     began_s: float | None = None,
+    priors: PriorStore | None = None,
     *,
     beside_one_device: bool = True,
 ) -> Iterator[Search]:
     """A search that is ready to probe. On exit the study is unlocked and no process is left.
 
     Args:
+        priors: what earlier studies left; by default what they left beside the study, and nothing in a replay.
         began_s: what `time.monotonic()` read when the user began to wait; by default now.
         beside_one_device: whether one device is measured, too, where several train together.
 
@@ -161,6 +166,7 @@ def open_search(
     """
     if source is not None:
         source = source.with_global_batch(options.global_batch)
+    require_one_way(options)
     found = _slots_for(options, runner)
     sampler_named(options.sampler)  # an unknown one is refused before anything takes seconds
     techniques = runner.techniques if runner is not None else find_techniques()
@@ -198,7 +204,9 @@ def open_search(
             calibration, why_none = calibrate_device(runner, device, kept.place.folder)
             if why_none:
                 listener.warn(f"the device could not be measured: {why_none}")
-        search = _open_over(runner, kept, options, budget, agreed, asked, calibration, listener, interruption)
+        if priors is None and runner.keeps_traces:
+            priors = PriorStore(kept.place.folder, listener.warn)
+        search = _open_over(runner, kept, options, budget, agreed, asked, calibration, listener, interruption, priors)
         search.beside_one_device = beside_one_device and search.inspection.baseline_alone is not None
         for note in runner.notes[len(known) :]:  # of the inspection
             search.warn(note)
@@ -285,6 +293,7 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
             search.calibration,
             listener,
             search.interrupted,
+            search.priors,
             is_beside=True,
         )
         with other.tracing:
@@ -301,6 +310,7 @@ def _open_over(
     calibration: Calibration,
     listener: Listener,
     interrupted: Callable[[], bool],
+    priors: PriorStore | None,
     *,
     is_beside: bool = False,
 ) -> Search:
@@ -317,6 +327,9 @@ def _open_over(
     if inspection.shortage:
         listener.warn(too_little_memory(inspection, limit_bytes))
     train_samples = count_train_samples(options, inspection)
+    inspection, taught = recall(
+        priors, options, inspection, fingerprint(inspection, runner.techniques, agreed), runner.techniques
+    )
     inspection = drop_slow_setups(inspection, options.longest_s, train_samples, options.include)
     wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
     space, notes = build_space(inspection, runner.techniques, **wanted, frameworks=options.frameworks)
@@ -324,23 +337,13 @@ def _open_over(
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
     store = Store(kept.place, kept.facts(options, inspection, space, agreed, asked, runner.stated.model))
-    objective = OBJECTIVES[options.objective](
-        memory_limit_bytes=limit_bytes, headroom=options.headroom, train_samples=train_samples
-    )
-    longest_step_s = STEP_SHARE * budget.budget_s
-    history = History(space, objective, store.trials(), budget.timeout_s, longest_step_s, budget.setup_left_s)
+    history = _history(store, space, options, limit_bytes, train_samples, budget)
     listener.on(SearchStarted.of(kept.place, inspection, history, budget.budget_s))
-    # where the user has other batches tried all the same, it is not told why batches should stay as they are
-    allowed = {inspection.support_of(name).reason for name in BATCH_KEYS if name in options.include}
-    warnings = [text for text in inspection.facts.warnings if text not in allowed]
-    if not is_beside:
-        for text in notes:
-            listener.tell(text)
-        for text in warnings:
-            listener.warn(text)
+    warnings = _warnings(inspection, options)
+    _tell(listener, in_words(taught), [] if is_beside else notes, [] if is_beside else warnings)
     if is_asked_for(options.eval, inspection):
         budget.keep_for_evaluation(EVALUATION_SHARE)
-    least_s = capabilities_of(inspection.device.name).energy_window_s if objective.observed else 0.0
+    least_s = capabilities_of(inspection.device.name).energy_window_s if history.objective.observed else 0.0
     settings = budget.first_settings(limit_bytes, inspection.known_world, options.seed, min_timed_s=least_s)
     tracing = trace_for(runner, kept.place.folder, inspection, history, MAX_TRACE_SHARE * budget.budget_s)
     return Search(
@@ -352,7 +355,8 @@ def _open_over(
         settings=settings,
         budget=budget,
         tracing=tracing,
-        cost_model=_cost_model(tracing, inspection, options, calibration, listener),
+        cost_model=_cost_model(tracing, inspection, options, calibration, listener, taught),
+        priors=priors,
         calibration=calibration,
         listener=listener,
         interrupted=interrupted,
@@ -363,7 +367,12 @@ def _open_over(
 
 
 def _cost_model(
-    tracing: Tracing, inspection: Inspection, options: SearchOptions, calibration: Calibration, listener: Listener
+    tracing: Tracing,
+    inspection: Inspection,
+    options: SearchOptions,
+    calibration: Calibration,
+    listener: Listener,
+    taught: Taught,
 ) -> CostModel:
     return CostModel(
         lambda: tracing.traces,
@@ -372,7 +381,31 @@ def _cost_model(
         tell=listener.warn,
         calibration=calibration,
         communicators=inspection.communicators,
+        taught=taught,
     )
+
+
+def _history(
+    store: Store, space: Space, options: SearchOptions, limit_bytes: int, train_samples: float | None, budget: Budget
+) -> History:
+    objective = OBJECTIVES[options.objective](
+        memory_limit_bytes=limit_bytes, headroom=options.headroom, train_samples=train_samples
+    )
+    longest_step_s = STEP_SHARE * budget.budget_s
+    return History(space, objective, store.trials(), budget.timeout_s, longest_step_s, budget.setup_left_s)
+
+
+def _tell(listener: Listener, begins_with: str, notes: Sequence[str], warnings: Sequence[str]) -> None:
+    for text in filter(None, (*notes, begins_with)):
+        listener.tell(text)
+    for text in warnings:
+        listener.warn(text)
+
+
+def _warnings(inspection: Inspection, options: SearchOptions) -> list[str]:
+    """What the inspection warns of. Where the user has other batches tried all the same, not why they should stay as they are."""
+    allowed = {inspection.support_of(name).reason for name in BATCH_KEYS if name in options.include}
+    return [text for text in inspection.facts.warnings if text not in allowed]
 
 
 def _inspect(

@@ -15,6 +15,7 @@ from autotune.records.config import Choice
 from autotune.records.options import SearchOptions
 from autotune.records.result import Ranking, Result
 from autotune.runners.runner import Runner
+from autotune.study.priors import PriorStore
 from autotune.task.source import TaskSource
 from autotune.tuning import why
 from autotune.tuning.clearance import Clearance
@@ -33,6 +34,7 @@ from autotune.tuning.one_device import keep_time_for_one_device
 from autotune.tuning.opening import open_search, open_search_beside
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend
 from autotune.tuning.state import Search
+from autotune.tuning.teaching import leave_priors
 from autotune.units import format_seconds
 
 SHARE = 0.4  # of the time left: for a play-off that is held while there still is something to try
@@ -47,10 +49,12 @@ def search(
     listener: Listener | None = None,
     began_s: float | None = None,
     beside_one_device: bool = True,
+    priors: PriorStore | None = None,
 ) -> Result:
     """Find the best config of a task.
 
     Args:
+        priors: what earlier studies left, and where this one leaves its own; by default beside the study. A replay has none by default.
         source: the task; None if the runner has it.
         runner: runs the probes; by default processes on this machine.
         began_s: what `time.monotonic()` read when the user began to wait; by default now.
@@ -62,7 +66,7 @@ def search(
         Interrupted: by Ctrl-C; carries the best so far.
     """
     listener = listener or Listener()
-    with open_search(source, options, runner, listener, began_s, beside_one_device=beside_one_device) as search:
+    with open_search(source, options, runner, listener, began_s, priors, beside_one_device=beside_one_device) as search:
         return add_rankings(search)
 
 
@@ -86,6 +90,8 @@ def answer(search: Search) -> Result:
     except KeyboardInterrupt:  # a second Ctrl-C: the running probe is killed
         killed = True
         result = recommend(search, clearance, None)
+    if not killed:
+        leave_priors(search, result)
     if result is not None:
         search.listener.on(SearchEnded(result=result))
     if killed or search.interrupted():

@@ -24,6 +24,7 @@ from autotune.records.study import BASELINE, PLAY_OFF, Neighbours, Prediction, P
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import NoSlotLeft, ProbeFault, Runner, SlotLost
 from autotune.study.history import History
+from autotune.study.priors import PriorStore
 from autotune.study.store import Store
 from autotune.tuning.anytime import answer_so_far
 from autotune.tuning.at_once import AtOnce
@@ -81,6 +82,7 @@ class Search:
         refused: what did not pass its comparison with plain fp32, each with the reason.
         others: what else of the task is to be trained, each to be ranked by a search of its own.
         beside_one_device: whether one device is measured beside those that train together.
+        priors: what earlier studies left, and this one will; None where nothing is remembered.
         at_once: how many probes run at once, and which alone.
     """
 
@@ -103,6 +105,7 @@ class Search:
     others: Sequence[Mapping[str, Choice]] = ()
     beside_one_device: bool = False
     num_faults: int = 0
+    priors: PriorStore | None = None
     at_once: AtOnce = field(init=False)
     _in_flight: dict[int, Flight] = field(default_factory=dict)  # by the runner's ticket
     _waiting: deque[Flight] = field(default_factory=deque)  # begun, for which there is no slot yet

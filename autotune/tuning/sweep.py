@@ -11,6 +11,7 @@ from typing import Any
 
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
+from autotune.files import mend
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, Choice, Config, ProbeSettings
 from autotune.records.inspection import Inspection
 from autotune.records.options import SweepOptions
@@ -187,6 +188,7 @@ def _header(inspection: Inspection, space: Space, settings: ProbeSettings) -> He
         notes={name: inspection.support_of(name).note for name in keys if inspection.support_of(name).note},
         always={name: support.always for name, support in inspection.support.items() if support.always},
         facts=replace(inspection.facts, widest=()),
+        signature=inspection.signature,
         seed=settings.seed,
         max_timed_s=settings.max_timed_s,
         max_warmup_s=settings.max_warmup_s,
@@ -208,5 +210,5 @@ def _carried_on(begun: Table | None, path: Path, header: Header, techniques: Tec
             f"the table {path} cannot be continued, because new measurements would not be comparable with it: "
             f"{'; '.join(differences)}. Choose another file, or move this one away"
         )
-    table.mend(path)
+    mend(path)
     return begun

@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from autotune.files import mend
 from autotune.records.config import Config, World
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.runners import table
@@ -203,7 +204,7 @@ def test_what_is_appended_after_a_line_that_was_cut_short_stands_by_itself(tmp_p
     rows = [Row(config=config(), repeat=i, outcome=ok(config(), 90.0)) for i in range(3)]
     path = written(tmp_path, *rows[:2])
     path.write_text(path.read_text()[:-lost])
-    table.mend(path)
+    mend(path)
     table.append(path, HEADER, rows[2])
     assert [row.repeat for row in table.read(path, find_techniques()).rows] == [0, 2]
 

@@ -1,0 +1,188 @@
+"""What studies of like models teach a search: factors of techniques, what to try first, what failed, and how long compiling took.
+
+Each study's own probes are fitted by the time model; `pooling.py` says how their findings become priors, and the time model lets go of
+them where the probes speak against them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from autotune.errors import ConfigError
+from autotune.prediction.cost import Probes
+from autotune.prediction.pooling import Learned, Parameter, Said
+from autotune.prediction.time import TERMS, TimeModel
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice, Config
+from autotune.records.outcome import Bound, Kind, Measurement, Outcome
+from autotune.records.priors import PriorStudy, PriorTrial
+from autotune.space import Space
+from autotune.techniques import Techniques
+
+LEAST = 0.1  # likeness below which a study is not looked at
+MOST_STUDIES = 8  # the most alike; each takes some 10 ms to fit
+FIRST_LEAST = (
+    0.3  # likeness from which a study's best config is worth the first probe, and compiling takes about as long
+)
+HELD = 0.45  # chance that what a study of the same model taught holds here: less than one half, so that a probe has to speak for it
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A study and how alike it is, from 0 to 1."""
+
+    study: PriorStudy
+    likeness: float
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What earlier studies taught a search. Every figure orders candidates or narrows a prior; none counts as measured.
+
+    Attributes:
+        lessons: the most alike first.
+        techniques: those of the search.
+    """
+
+    lessons: tuple[Lesson, ...] = ()
+    techniques: Techniques = field(default_factory=lambda: Techniques(()))
+
+    @staticmethod
+    def by(lessons: Sequence[Lesson], techniques: Techniques) -> Taught:
+        """By the most alike of these studies."""
+        alike = sorted((one for one in lessons if one.likeness >= LEAST), key=lambda one: -one.likeness)
+        return Taught(tuple(alike[:MOST_STUDIES]), techniques)
+
+    @property
+    def chance_to_hold(self) -> float:
+        """Chance that the factors hold for this search, before any probe of it."""
+        return HELD * max((one.likeness for one in self.lessons), default=0.0)
+
+    def said(self, space: Space) -> dict[Parameter, list[Said]]:
+        """What the studies say of the time model's parameters, with shares at the space's baseline."""
+        found: dict[Parameter, list[Said]] = {}
+        models = Counter(lesson.study.circumstances.signature for lesson in self.lessons)
+        for lesson, learned in self._learned:
+            shifts = _share_shifts(lesson.study, space)
+            for parameter, one in learned.items():
+                moved = replace(one, mean=one.mean + (0.0 if parameter[1] else shifts[parameter[0]]))
+                said = Said(
+                    learned=moved, likeness=lesson.likeness, shared_by=models[lesson.study.circumstances.signature]
+                )
+                found.setdefault(parameter, []).append(said)
+        return found
+
+    def first(self) -> dict[str, Choice]:
+        """What the most alike study's best config chose, its micro batch included; empty where no study is alike enough."""
+        for lesson in self.lessons:
+            study = lesson.study
+            best = study.answer or max(study.trials, key=lambda trial: trial.speed).config
+            if lesson.likeness >= FIRST_LEAST:
+                return {n: c for n, c in best.items() if n in self.techniques or n == BATCH_SIZE}
+        return {}
+
+    @cached_property
+    def blame(self) -> Mapping[tuple[str, Choice], float]:
+        """How much each choice is to blame for crashes and hangs of like studies: 1 for all of one in a study of the same model."""
+        found: dict[tuple[str, Choice], float] = {}
+        for lesson in self.lessons:
+            trials = lesson.study.trials
+            ran = {switch for trial in trials if trial.kind is Kind.OK for switch in trial.config.items()}
+            for trial in filter(_broke, trials):
+                suspects = {switch for switch in trial.config.items() if switch[0] not in BATCH_KEYS} - ran
+                for switch in suspects:
+                    found[switch] = max(found.get(switch, 0.0), lesson.likeness / len(suspects))
+        return found
+
+    def compile_cold_s(self, name: str, choice: Choice, device: str) -> float:
+        """Seconds that the most alike study on this device took to compile with a choice of a technique; 0 where none did."""
+        for lesson in self.lessons:
+            if lesson.likeness >= FIRST_LEAST and lesson.study.circumstances.device == device:
+                took = [trial.compile_cold_s for trial in lesson.study.trials if trial.config.get(name) == choice]
+                if longest := max(took, default=0.0):
+                    return longest
+        return 0.0
+
+    @cached_property
+    def _learned(self) -> list[tuple[Lesson, dict[Parameter, Learned]]]:
+        """What the probes of each study say."""
+        return [(lesson, _learn(lesson.study, self.techniques)) for lesson in self.lessons]
+
+
+NOTHING_TAUGHT = Taught()
+
+
+def _share_shifts(study: PriorStudy, space: Space) -> dict[str, float]:
+    """Term -> what is added to its log share at the study's baseline, to have it at the space's."""
+    ours, theirs = space.baseline, Config(tuple(study.baseline.items()))
+    batch = np.array([ours.batch_size / theirs.batch_size])
+    samples = np.array([ours.samples_per_step / theirs.samples_per_step])
+    return {term.name: float(np.log(term.scale(batch, samples, np.ones(1)))[0]) for term in TERMS}
+
+
+def _learn(study: PriorStudy, techniques: Techniques) -> dict[Parameter, Learned]:
+    """What a study's probes alone say of the time model's parameters; nothing where they cannot be fitted any more."""
+    try:
+        space = _space_of(study, techniques)
+        return TimeModel(space, _probes_of(study, techniques)).learned()
+    except (ConfigError, ArithmeticError, ValueError):  # a technique or a choice that is gone; numpy's LinAlgError
+        return {}
+
+
+def _space_of(study: PriorStudy, techniques: Techniques) -> Space:
+    baseline = techniques.complete(study.baseline)
+    choices = {name: found for name, found in study.space.items() if name in techniques or name in BATCH_KEYS}
+    return Space(
+        techniques=techniques,
+        choices={**{name: (baseline[name],) for name in techniques}, **choices},
+        supported=choices,
+        baseline=baseline,
+        global_batch=None,
+        accumulations=frozenset(trial.config[ACCUMULATION] for trial in study.trials),
+        fixed={},
+        untraceable={},
+    )
+
+
+def _probes_of(study: PriorStudy, techniques: Techniques) -> Probes:
+    known = {*techniques, *BATCH_KEYS}
+    return [
+        (techniques.complete({n: c for n, c in trial.config.items() if n in known}), _outcome_of(trial))
+        for trial in study.trials
+    ]
+
+
+def _outcome_of(trial: PriorTrial) -> Outcome:
+    """A trial as the outcome of a probe, in units in which the baseline trains one sample a second."""
+    if not trial.speed:
+        bound = Bound(samples_per_s_high=trial.speed_bound, peak_bytes_low=1) if trial.speed_bound else None
+        return Outcome(kind=trial.kind, bound=bound)
+    samples = math.prod(int(trial.config[name]) for name in BATCH_KEYS)
+    return Outcome(
+        kind=trial.kind,
+        measurement=Measurement(
+            samples_per_s=trial.speed,
+            samples_per_s_low=trial.speed_low,
+            samples_per_s_high=trial.speed_high,
+            step_s=samples / trial.speed,
+            peak_bytes=0,
+            block_samples_per_s=(),
+            num_steps=0,
+            setup_s=0.0,
+            warmup_s=0.0,
+            timed_s=0.0,
+            phases_s={name: share * samples for name, share in trial.phases.items()},
+        ),
+    )
+
+
+def _broke(trial: PriorTrial) -> bool:
+    """Whether a config crashed, hung or failed, for a reason other than its memory or its speed."""
+    return trial.kind in (Kind.CRASHED, Kind.ERROR, Kind.NONFINITE) or (
+        trial.kind is Kind.TIMEOUT and trial.speed_bound is None
+    )

@@ -1,0 +1,97 @@
+"""What earlier studies teach a search, and what it leaves for later ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotune.errors import ConfigError, StudyError
+from autotune.prediction.priors import NOTHING_TAUGHT, Lesson, Taught
+from autotune.records.inspection import Inspection
+from autotune.records.options import SearchOptions
+from autotune.records.priors import Circumstances, PriorStudy, name_of
+from autotune.records.result import Result
+from autotune.records.study import Fingerprint
+from autotune.study.priors import PriorStore
+from autotune.study.reading import load_study
+from autotune.techniques import Techniques
+from autotune.tuning.state import Search
+
+
+def recall(
+    store: PriorStore | None, options: SearchOptions, inspection: Inspection, known: Fingerprint, techniques: Techniques
+) -> tuple[Inspection, Taught]:
+    """What the study of `options.like` teaches; without one what like studies in the store do, the search's own apart.
+
+    Also the inspection, with the seconds that compiling took there.
+
+    Args:
+        store: None where nothing is remembered, as in a replay.
+        known: the fingerprint of the search.
+
+    Raises:
+        StudyError: `options.like` cannot be read, or its baseline was not measured.
+    """
+    here = Circumstances.of(inspection.signature, known, inspection.baseline)
+    taught = NOTHING_TAUGHT
+    if options.like is not None:
+        given = prior_of(options.like)
+        taught = Taught.by([Lesson(given, here.likeness(given.circumstances, same_model=True))], techniques)
+    elif store is not None and not options.no_priors and here.signature is not None:
+        own = name_of(inspection.facts.name, known)
+        others = [study for study in store.studies() if study.name != own]
+        taught = Taught.by([Lesson(study, here.likeness(study.circumstances)) for study in others], techniques)
+    return with_known_setups(inspection, taught, here.device), taught
+
+
+def with_known_setups(inspection: Inspection, taught: Taught, device: str) -> Inspection:
+    """The inspection, with the seconds that compiling took in like studies on this device in place of those that are expected of any.
+
+    Args:
+        device: its name and model, as in a fingerprint.
+    """
+    support = {
+        name: replace(
+            found, setup_s=tuple((c, taught.compile_cold_s(name, c, device) or seconds) for c, seconds in found.setup_s)
+        )
+        for name, found in inspection.support.items()
+    }
+    return replace(inspection, support=support)
+
+
+def prior_of(path_or_url: str) -> PriorStudy:
+    """What a study leaves.
+
+    Raises:
+        StudyError: it cannot be read, or its baseline was not measured.
+    """
+    study = load_study(path_or_url)
+    found = PriorStudy.of(study.facts, study.probes, study.result, study.facts.searched_at)
+    if found is None:
+        raise StudyError(
+            f"like: the study {study.name} teaches nothing, because its baseline or anything beside it was not measured; give another"
+        )
+    return found
+
+
+def leave_priors(search: Search, result: Result | None) -> None:
+    """Remember what the search's study found, for later searches."""
+    facts = search.store.facts
+    found = PriorStudy.of(facts, search.history.searched, result, facts.searched_at)
+    if search.priors is not None and facts.signature is not None and found is not None:
+        search.priors.keep(found)
+
+
+def require_one_way(options: SearchOptions) -> None:
+    """Raise ConfigError where the options name a study to learn from, and say to learn from none."""
+    if options.like is not None and options.no_priors:
+        raise ConfigError(f"--like {options.like} and --no-priors contradict each other; leave one out")
+
+
+def in_words(taught: Taught) -> str:
+    """What a search begins with, for the user; empty where that is nothing."""
+    named = [f"{lesson.study.name} ({lesson.likeness:.0%} alike)" for lesson in taught.lessons[:3]]
+    more = len(taught.lessons) - len(named)
+    if not named:
+        return ""
+    studies = ", ".join(named) + (f" and {more} more" if more else "")
+    return f"begins with what earlier searches taught: {studies}; --no-priors begins without"

@@ -1,0 +1,214 @@
+"""What earlier studies are worth to a search, over recorded tables: run by `make bench-priors`.
+
+One search over each table leaves what it found, and further searches over the other tables begin with it. Each ends as soon as it has
+probed a config near the table's best, since the probes until then are what is compared; the play-off knows nothing of priors. What a
+search is given:
+
+- `nothing`;
+- `again`: the study of this very table, whose repeats were drawn in another order, as after an update that changes nothing;
+- `like`: studies of the same task: on other processors, or, for `gpt`, of another vocabulary, context and global batch;
+- `all`: the studies of all other tables, each counting by its own likeness;
+- `other`: the study of another kind of model, which claims to be of this one on this machine;
+- `false`: this table's own study turned upside down (each speed inverted, the slowest config for its answer), with the same claim.
+
+The first probe is the baseline's and the second is the first that can be better, so 2 is the least where the baseline is not near.
+With `--write` the table goes into `studies/README.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+
+from autotune.proposers.base import Proposer
+from autotune.records.options import SearchOptions
+from autotune.records.priors import PriorStudy, PriorTrial
+from autotune.records.study import Proposal
+from autotune.runners.replay import ReplayRunner
+from autotune.study.history import History
+from autotune.study.priors import PriorStore
+from autotune.tuning.events import Listener
+from autotune.tuning.explore import explore, measure_baseline, undo_changes
+from autotune.tuning.opening import open_search
+from autotune.tuning.search import search as run_search
+from tests.benchmarks.first_contact import GRIDS, PROFILES, table_of
+from tests.benchmarks.memory import TABLES, WIDE_TABLES
+from tests.benchmarks.searches import HEADROOM, MAX_PROBES, Scenario, Truth, Watch, write
+
+GIVEN = ("nothing", "again", "like", "all", "other", "false")
+LEFT_BY_SEED = 1000  # of the searches that leave something: none of those that begin with it
+OTHERS = {"gpt": "digits", "digits": "tagger", "tagger": "digits"}  # another kind of model, for `other`
+
+
+class Given(PriorStore):
+    """A store that holds what it is given, and keeps nothing."""
+
+    def __init__(self, studies: Sequence[PriorStudy]) -> None:
+        super().__init__(Path())
+        self._studies = list(studies)
+
+    def studies(self) -> list[PriorStudy]:
+        return self._studies
+
+    def keep(self, study: PriorStudy) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class UntilNear:
+    """Another proposer's proposals, until a config near the table's best was probed."""
+
+    proposer: Proposer
+    truth: Truth
+    watch: Watch
+
+    def propose(self, history: History) -> Proposal | None:
+        """The next, unless there is one near the best."""
+        if self.watch.configs and self.truth.shares(self.watch.configs)[-1] >= self.truth.near:
+            return None
+        return self.proposer.propose(history)
+
+
+def options_for(truth: Truth, seed: int) -> SearchOptions:
+    """Of a search that only its number of probes ends."""
+    return SearchOptions(
+        budget_s=1e6,
+        num_trials=MAX_PROBES,
+        memory_limit_bytes=truth.limit_bytes,
+        headroom=HEADROOM,
+        seed=seed,
+        storage="sqlite:///:memory:",
+    )
+
+
+def left_by(path: Path) -> PriorStudy:
+    """What one whole search over a table leaves."""
+    truth = Truth(Scenario(path, tight=False))
+    with tempfile.TemporaryDirectory() as folder:
+        store = PriorStore(Path(folder))
+        runner = ReplayRunner(truth.table, seed=LEFT_BY_SEED)
+        run_search(None, options_for(truth, LEFT_BY_SEED), runner=runner, listener=Listener(), priors=store)
+        (found,) = store.studies()
+        return found
+
+
+def probes_until_near(scenario: Scenario, given: Sequence[PriorStudy], seed: int) -> float:
+    """Probes of a search, the baseline's included, until one is near the table's best; endless where none is."""
+    truth, watch = Truth(scenario), Watch()
+    runner = ReplayRunner(truth.table, seed=seed)
+    with open_search(None, options_for(truth, seed), runner, watch, priors=Given(given)) as search:
+        measure_baseline(search)
+        explore(search, UntilNear(search.proposer(), truth, watch))
+        if truth.shares(watch.configs)[-1] < truth.near:
+            undo_changes(search)
+    return next((n for n, share in enumerate(truth.shares(watch.configs), start=1) if share >= truth.near), math.inf)
+
+
+def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorStudy]]:
+    """What searches over a table are given, by name."""
+    own, task = left[path], path.parent.name
+    others = {other: study for other, study in left.items() if other != path}
+    another = next(s for p, s in others.items() if p.parent.name == OTHERS.get(task, "gpt"))
+    return {
+        "nothing": [],
+        "again": [replace(own, name="again")],
+        "like": [study for other, study in others.items() if other.parent.name == task],
+        "all": [*others.values()],
+        "other": [replace(another, name="other", circumstances=own.circumstances)],
+        "false": [replace(_upside_down(own), name="false")],
+    }
+
+
+def _upside_down(study: PriorStudy) -> PriorStudy:
+    trials = tuple(map(_inverted, study.trials))
+    slowest = max(trials, key=lambda trial: trial.speed)
+    return replace(study, trials=trials, answer=slowest.config)
+
+
+def _inverted(trial: PriorTrial) -> PriorTrial:
+    if not trial.speed:
+        return trial
+    return replace(
+        trial, speed=1 / trial.speed, speed_low=1 / trial.speed_high, speed_high=1 / trial.speed_low, phases={}
+    )
+
+
+def summary(found: dict[tuple[Scenario, str, int], float], names: Sequence[str]) -> list[str]:
+    """A Markdown table: one row a table and limit, and one for all; medians, and in brackets the 90 % quantile."""
+    lines = [f"| table and limit | {' | '.join(f'`{name}`' for name in names)} |", f"|---|{'---|' * len(names)}"]
+    scenarios = list(dict.fromkeys(scenario for scenario, _, _ in found))
+    groups = [([one], one.name) for one in scenarios] + [(scenarios, "all")]
+    for members, label in groups:
+        cells = []
+        for name in names:
+            mine = [probes for (one, given, _), probes in found.items() if one in members and given == name]
+            cells.append(_median_and_most(mine) if mine else "")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    lines += ["", *_worse(found, names)]
+    return lines
+
+
+def _median_and_most(probes: Sequence[float]) -> str:
+    capped = [min(one, MAX_PROBES) for one in probes]
+    high = quantiles(capped, n=10, method="inclusive")[-1] if len(capped) > 1 else capped[0]
+    never = sum(map(math.isinf, probes))
+    return f"{median(capped):g} ({high:.3g})" + (f", never {never}" if never else "")
+
+
+def _worse(found: dict[tuple[Scenario, str, int], float], names: Sequence[str]) -> list[str]:
+    """Of the searches that were given something: how many took fewer, as many, and more probes than with nothing."""
+    lines = [
+        "| given | fewer probes | as many | one more | two or more more | most more |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        pairs = [
+            (min(probes, MAX_PROBES), min(found[scenario, "nothing", seed], MAX_PROBES))
+            for (scenario, given, seed), probes in found.items()
+            if given == name != "nothing"
+        ]
+        if pairs:
+            more = [probes - without for probes, without in pairs]
+            counts = [sum(m < 0 for m in more), more.count(0), more.count(1), sum(m > 1 for m in more)]
+            lines.append(f"| `{name}` | {' | '.join(f'{n / len(more):.0%}' for n in counts)} | {max(more):g} |")
+    return lines
+
+
+def main() -> None:
+    """Run, print, and write into the README."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--given", nargs="+", default=list(GIVEN), choices=GIVEN)
+    parser.add_argument("--tables", nargs="+", type=Path, help="default: all that are recorded")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="into the studies' README")
+    options = parser.parse_args()
+    unseen = [path for task in GRIDS for profile in PROFILES if (path := table_of(task, profile)).exists()]
+    every = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen)]
+    wanted = [path.absolute() for path in options.tables] if options.tables else every
+    with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        left = dict(zip(every, pool.map(left_by, every), strict=True))
+        jobs = []
+        for path in wanted:
+            given = given_to(path, left)
+            for tight in (False, True):
+                scenario = Scenario(path, tight)
+                names = [name for name in options.given if name == "nothing" or given[name]]
+                jobs += [(scenario, name, seed, given[name]) for name in names for seed in range(options.seeds)]
+        probes = pool.map(probes_until_near, *zip(*((s, studies, seed) for s, _, seed, studies in jobs), strict=True))
+        found = {(s, name, seed): n for (s, name, seed, _), n in zip(jobs, probes, strict=True)}
+    lines = [f"{options.seeds} seeds a row.", "", *summary(found, options.given)]
+    print("\n".join(lines))
+    if options.write:
+        write("priors", lines)
+
+
+if __name__ == "__main__":
+    main()

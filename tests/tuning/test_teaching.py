@@ -1,0 +1,190 @@
+"""What earlier studies teach a search: where it begins, what it expects, and how it lets go of what does not hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import ConfigError, StudyError
+from autotune.prediction.priors import Lesson, Taught
+from autotune.records.config import Config
+from autotune.records.inspection import Inspection, Support, TaskFacts
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind
+from autotune.records.priors import PriorStudy, PriorTrial
+from autotune.runners.jobs import InspectJob, Job
+from autotune.runners.replay import ReplayRunner
+from autotune.space import build_space
+from autotune.study.priors import PriorStore
+from autotune.techniques import find_techniques
+from autotune.tuning.search import search
+from autotune.tuning.teaching import with_known_setups
+from tests.closed_form import MIB, ClosedFormRunner, inspection
+from tests.notes import Notes
+from tests.records.test_priors import here, transformer
+
+TABLE = Path(__file__).parent.parent.parent / "tests/benchmarks/unseen/scan_unet/avx2.csv"
+QUICK = {"num_trials": 6, "budget_s": 20.0}
+
+
+def facts(name: str) -> TaskFacts:
+    """Of a task that differs from others in its name and source."""
+    return TaskFacts(name=name, source_hash=name, num_parameters=10, num_trainable=10, parameter_bytes=40)
+
+
+class Seen(ClosedFormRunner):
+    """A closed form whose model is seen."""
+
+    task_name = "seen"
+    global_batch: int | None = None
+
+    def inspected(self) -> Inspection:
+        return inspection(facts=facts(self.task_name), signature=transformer())
+
+    def result_of(self, job: Job[Any]) -> Any:
+        return self.inspected() if isinstance(job, InspectJob) else super().result_of(job)
+
+
+class Changed(Seen):
+    """The same with one more layer, in a study of its own."""
+
+    task_name = "changed"
+
+    def inspected(self) -> Inspection:
+        return inspection(facts=facts(self.task_name), signature=transformer(blocks=5))
+
+
+class Slower(Changed):
+    """In which bf16 costs half of the speed."""
+
+    def samples_per_s(self, config: Config) -> float:
+        return super().samples_per_s(config) * (0.35 if config["amp"] == "bf16" else 1.0)
+
+
+def run(runner: ClosedFormRunner | ReplayRunner, **options: Any) -> Notes:
+    notes = Notes()
+    search(None, SearchOptions(**{**QUICK, **options}), runner=runner, listener=notes)
+    return notes
+
+
+def store() -> PriorStore:
+    return PriorStore(Path("studies"))
+
+
+@pytest.fixture
+def taught(short_play_off: None) -> PriorStudy:
+    """What a search of `Seen` leaves."""
+    run(Seen())
+    (left,) = store().studies()
+    return left
+
+
+def test_a_search_begins_where_that_of_a_like_model_ended(taught: PriorStudy, short_play_off: None) -> None:
+    runner = Changed()
+    notes = run(runner)
+    assert any(taught.name in text and "% alike" in text for text in notes.texts)
+    best = {name: choice for name, choice in taught.answer.items() if name not in ("batch_size", "accumulation_steps")}
+    assert best.items() <= runner.configs[1].items()
+    assert {study.name.split()[0] for study in store().studies()} == {"seen", "changed"}
+
+
+def test_no_priors_begins_without(taught: PriorStudy, short_play_off: None) -> None:
+    notes = run(Changed(), no_priors=True)
+    assert not any(taught.name in text for text in notes.texts)
+
+
+def test_a_study_does_not_teach_itself(taught: PriorStudy, short_play_off: None) -> None:
+    notes = run(Seen(), num_trials=8)
+    assert not any("earlier searches taught" in text for text in notes.texts)
+    assert len(store().studies()) == 1
+
+
+def test_like_names_the_only_teacher(taught: PriorStudy, short_play_off: None) -> None:
+    class Stranger(Seen):
+        task_name = "stranger"
+
+        def inspected(self) -> Inspection:
+            return inspection(facts=facts(self.task_name))
+
+    notes = run(Stranger(), like="seen")
+    assert any(f"{taught.name} (" in text for text in notes.texts)
+    with pytest.raises(ConfigError, match="--like seen and --no-priors contradict each other"):
+        run(Stranger(), like="seen", no_priors=True)
+    with pytest.raises(StudyError, match="there is no study file nowhere"):
+        run(Stranger(), like="nowhere")
+
+
+def test_what_misleads_costs_one_probe(taught: PriorStudy, short_play_off: None) -> None:
+    def until_near(runner: ClosedFormRunner) -> int:
+        best = runner.best_samples_per_s(build_space(inspection(), find_techniques())[0], 950 * MIB)
+        return next(
+            n for n, config in enumerate(runner.configs, start=1) if runner.samples_per_s(config) >= 0.98 * best
+        )
+
+    misled, free = Slower(), Slower()
+    run(misled, num_trials=12)
+    run(free, num_trials=12, no_priors=True, study="free")
+    assert misled.configs[1]["amp"] == "bf16"
+    assert until_near(misled) <= until_near(free) + 1
+
+
+def test_a_replay_neither_reads_nor_writes_unless_it_is_given_a_store(taught: PriorStudy, short_play_off: None) -> None:
+    before = store().studies()
+    notes = run(ReplayRunner(TABLE))
+    assert not any("earlier searches taught" in text for text in notes.texts)
+    assert store().studies() == before
+    given = PriorStore(Path("given"))
+    search(None, SearchOptions(**QUICK, study="told"), runner=ReplayRunner(TABLE), priors=given)
+    assert [study.name.split()[0] for study in given.studies()] == ["scan_unet"]
+
+
+def test_a_store_that_is_broken_is_told_and_the_search_goes_on(taught: PriorStudy, short_play_off: None) -> None:
+    (file,) = store().files
+    file.write_text("nonsense\n\n")
+    notes = run(Changed())
+    assert any("set aside" in text for text in notes.warnings)
+    assert [study.name.split()[0] for study in store().studies()] == ["changed"]
+
+
+def lesson(*trials: PriorTrial, likeness: float = 1.0, device: str = "cpu Some Processor") -> Taught:
+    baseline = find_techniques().complete({"batch_size": 4, "accumulation_steps": 1}).as_dict()
+    whole = [replace(trial, config={**baseline, **trial.config}) for trial in trials]
+    study = PriorStudy(
+        name="some 1",
+        circumstances=here(device=device),
+        baseline=baseline,
+        space={},
+        answer={},
+        searched_at="",
+        trials=(PriorTrial(config=baseline, kind=Kind.OK, speed=1.0), *whole),
+    )
+    return Taught.by([Lesson(study, likeness)], find_techniques())
+
+
+def test_what_hung_or_crashed_is_to_blame_as_far_as_the_studies_are_alike() -> None:
+    hung = PriorTrial(config={"compile": "default"}, kind=Kind.TIMEOUT)
+    slow = PriorTrial(config={"amp": "fp16"}, kind=Kind.TIMEOUT, speed_bound=0.3)
+    short = PriorTrial(config={"optimizer_impl": "fused"}, kind=Kind.OOM)
+    assert dict(lesson(hung, slow, short, likeness=0.8).blame) == {("compile", "default"): 0.8}
+    ran = PriorTrial(config={"compile": "default"}, kind=Kind.OK, speed=1.2)
+    assert not lesson(hung, ran).blame
+
+
+def test_compiling_is_expected_to_take_as_long_as_on_this_device_and_no_other() -> None:
+    compiled = PriorTrial(config={"compile": "default"}, kind=Kind.OK, speed=1.2, compile_cold_s=40.0)
+    found = inspection()
+    found = replace(
+        found, support={**found.support, "compile": Support(choices=("off",), setup_s=(("default", 15.0),))}
+    )
+    taught = lesson(compiled)
+    known = with_known_setups(found, taught, "cpu Some Processor")
+    assert known.support["compile"].setup_s == (("default", 40.0),)
+    assert with_known_setups(found, taught, "cpu Another") == found
+
+
+def test_studies_that_are_hardly_alike_are_not_looked_at() -> None:
+    assert lesson(PriorTrial(config={"amp": "bf16"}, kind=Kind.OK, speed=2.0), likeness=0.05).lessons == ()
+    assert lesson(PriorTrial(config={"amp": "bf16"}, kind=Kind.OK, speed=2.0), likeness=0.2).first() == {}
