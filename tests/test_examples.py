@@ -103,15 +103,14 @@ def test_the_runner_sends_jobs_to_slots_and_reads_what_came_of_them(monkeypatch:
     assert [(one.result.cause, one.result.slot) for one in found] == [("it is full", "second"), ("it is full", "first")]
 
 
-def test_the_observer_adds_up_the_energy_between_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = iter([0.0, 2.0, 3.0])
-    monkeypatch.setattr(observers, "time", SimpleNamespace(monotonic=lambda: next(now_s)), raising=False)
+def test_the_observer_tells_by_how_much_a_gpu_becomes_warmer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "replace", replace, raising=False)
-    energy = example_of(observers.Observer, observers)["Energy"]()
-    device: Any = SimpleNamespace(telemetry=lambda: Telemetry(values={"power_w": 100.0}))
-    energy.start(device)
+    warming = example_of(observers.Observer, observers)["Warming"]()
+    readings = iter([50.0, 62.0, 58.0])
+    device: Any = SimpleNamespace(telemetry=lambda: Telemetry(values={"temperature_c": next(readings)}))
+    warming.start(device)
     for step in range(2):
-        energy.sample(device, step)
+        warming.sample(device, step)
     measured = measurement(find_techniques().complete({"batch_size": 8}), 100.0, 2**30)
-    assert energy.stop(device, measured).telemetry == {"energy_j": 300.0}
-    assert energy.stop(device, replace(measured, cut_short=True)).telemetry == {}
+    assert warming.stop(device, measured).telemetry == {"warmed_c": 12.0}
+    assert warming.stop(device, replace(measured, cut_short=True)).telemetry == {}

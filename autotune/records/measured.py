@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from autotune.records.config import Choice
 from autotune.records.formats import Record
@@ -136,13 +136,38 @@ def pareto_front(items: Iterable[T], point: Callable[[T], tuple[float, ...]]) ->
     return [item for _, item in front]
 
 
-def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
-    """The configs that no other beats in both memory and throughput, or also in energy where that is known of all; by increasing memory."""
-    found = list(measured)
-    joules = [one.joules_per_sample for one in found if one.joules_per_sample is not None]
+class Figures(Protocol):
+    """What the front is of."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory held."""
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput."""
+
+    @property
+    def joules_per_sample(self) -> float | None:
+        """Energy; None where it is not known."""
+
+
+def front_by(items: Iterable[T], figures: Callable[[T], Figures]) -> list[T]:
+    """The items that no other beats in both memory and throughput, or in energy either where that is known of all; by increasing memory."""
+    found = [(item, figures(item)) for item in items]
+    joules = [one.joules_per_sample for _, one in found if one.joules_per_sample is not None]
     if len(joules) < len(found):
-        return tuple(pareto_front(found, lambda one: (one.peak_bytes, one.samples_per_s)))
-    return tuple(pareto_front(found, lambda one: (one.peak_bytes, one.samples_per_s, one.joules_per_sample or 0.0)))
+        front = pareto_front(found, lambda one: (one[1].peak_bytes, one[1].samples_per_s))
+    else:
+        front = pareto_front(
+            found, lambda one: (one[1].peak_bytes, one[1].samples_per_s, one[1].joules_per_sample or 0.0)
+        )
+    return [item for item, _ in front]
+
+
+def front_of(measured: Iterable[Measured]) -> tuple[Measured, ...]:
+    """The configs on the front, by increasing memory."""
+    return tuple(front_by(measured, lambda one: one))
 
 
 def round_effects(logs: Mapping[K, Mapping[int, float]]) -> dict[int, float]:

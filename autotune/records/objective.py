@@ -44,11 +44,12 @@ class Objective(ABC):
             every other one speaks of speed.
         help: its line in the help of the option.
         less_is_better: whether the figure is to be small.
-        speed_weight, memory_weight: log merit is speed_weight * log speed - memory_weight * log memory, plus whatever else
-            the figure depends on, which is known only once a config was measured.
+        speed_weight, memory_weight: log merit is speed_weight * log pace - memory_weight * log memory, plus whatever else
+            the figure depends on, which is known only once a config was measured. The pace is the speed, or what is observed.
         kept_speed: share of the baseline's throughput that a config must keep; 0 where any speed will do.
         observed: whether an observer tells the figure, and neither speed nor memory does: then a slow config may be the best, and
             is timed as any other.
+        is_thrift: whether its merit is samples per joule, and nothing else.
         is_of_play_off: whether it judges the play-off's processes: one in which the figure was not observed says nothing there.
         train_samples: length of the training in samples. Speed is then that of the whole training, compiling included.
             None where the length is not known: then only the speed of a step counts.
@@ -64,6 +65,7 @@ class Objective(ABC):
     memory_weight: ClassVar[float] = 0.0
     kept_speed: ClassVar[float] = 0.0
     observed: ClassVar[bool] = False
+    is_thrift: ClassVar[bool] = False
 
     memory_limit_bytes: int
     headroom: float
@@ -130,9 +132,16 @@ class Objective(ABC):
         figure = self.figure(_measurement(outcome))
         return 1 / figure if self.less_is_better else figure
 
+    def why_unknown(self, measured: Measurement) -> str:
+        """Why the figure was not observed in a process, in words."""
+        return "it was not observed"
+
     def pace(self, measured: Measurement) -> float:
-        """Samples for one unit of what the merit rests on beside memory: for a second, as the cost model predicts it."""
-        return self.speed(measured)
+        """What the merit rests on beside memory, as the cost model learns it: the speed, or what is observed; larger is better."""
+        if not self.observed:
+            return self.speed(measured)
+        figure = self.figure(measured)
+        return 1 / figure if self.less_is_better else figure
 
     def at_pace(self, measured: Measurement, pace: float) -> Measurement:
         """A measurement of the speed and the memory that are predicted, with the pace that is predicted, where that is not the speed."""
@@ -248,7 +257,7 @@ class Energy(Objective):
     worse = "hungrier"
     help = "energy: fewest joules a sample, by the counters of the devices"
     less_is_better = True
-    observed = True
+    observed = is_thrift = True
 
     def figure(self, measured: Measurement) -> float:
         """Joules per sample."""
@@ -259,9 +268,9 @@ class Energy(Objective):
         """Why no counter can be read there."""
         return device.no_energy
 
-    def pace(self, measured: Measurement) -> float:
-        """Samples per joule."""
-        return 1 / self.figure(measured)
+    def why_unknown(self, measured: Measurement) -> str:
+        """Why no counter told it."""
+        return measured.no_energy
 
     def at_pace(self, measured: Measurement, pace: float) -> Measurement:
         """With that energy."""

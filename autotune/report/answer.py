@@ -236,7 +236,7 @@ def _rival(result: Result, techniques: Techniques) -> str:
     if rival is None:
         return ""
     ratio, (low, high), of = rival.speedup, rival.speedup_ci, THROUGHPUT
-    searched_for_energy = OBJECTIVES[result.goal.objective].observed
+    searched_for_energy = OBJECTIVES[result.goal.objective].is_thrift
     if searched_for_energy and rival.energy_ratio is not None and rival.energy_ratio_ci is not None:
         ratio, (low, high), of = rival.energy_ratio, rival.energy_ratio_ci, ENERGY
     if not is_known(low, high):

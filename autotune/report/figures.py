@@ -137,15 +137,15 @@ def said_of(result: Result) -> Said:
     if result.config == result.baseline.config:
         return Said(result.verdict, result.verdict)
     ratio, ends = result.speedup, result.speedup_ci
-    if objective.observed:
+    if objective.is_thrift:
         ratio, ends = result.energy.energy_ratio or 1.0, result.energy.energy_ratio_ci
     verdict, brief = result.verdict, result.verdict
     single = not result.play_off.confirmed or result.play_off.num_rounds == 1
     if verdict == "undecided":
-        likely = (1 / ratio if objective.observed else ratio) > PROBABLY and not (ends and tells_nothing(*ends))
+        likely = (1 / ratio if objective.is_thrift else ratio) > PROBABLY and not (ends and tells_nothing(*ends))
         verdict = f"probably {better}" if likely else f"undecided whether {better} or {worse}"
     elif verdict == "same":
-        verdict = f"{'as thrifty' if objective.observed else 'as fast'} as the baseline within the noise"
+        verdict = f"as {'good' if objective.observed else 'fast'} as the baseline within the noise"
     elif single:
         verdict, brief = f"{verdict} in the one round there was time for", f"{verdict} in one round"
     gain, sure = times(ratio), ""
@@ -158,9 +158,9 @@ def said_of(result: Result) -> Said:
             gain, sure = (gain, bound(*ends)) if is_open else (bound(*ends), "95% sure")
     elif ends is not None:
         sure = "from one round, so its interval is unknown"
-    if objective.observed and result.energy.energy_ratio is None:  # no round has compared it
-        return Said(verdict, brief)
-    return Said(verdict, brief, gain, sure, ENERGY if objective.observed else THROUGHPUT)
+    if objective.observed and (not objective.is_thrift or result.energy.energy_ratio is None):
+        return Said(verdict, brief)  # no round has compared it, or no figure of the answer tells it
+    return Said(verdict, brief, gain, sure, ENERGY if objective.is_thrift else THROUGHPUT)
 
 
 def is_known(low: float, high: float) -> bool:

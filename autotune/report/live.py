@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autotune.records.config import Config
-from autotune.records.measured import pareto_front
+from autotune.records.measured import front_by
 from autotune.records.outcome import Outcome, Progress
 from autotune.records.study import Trial
-from autotune.report.figures import counts, expected, measured_rate, times
+from autotune.report.figures import counts, expected, measured_rate, rate, times
 from autotune.techniques import Techniques
 from autotune.tuning.events import (
     Event,
@@ -260,7 +260,7 @@ class Dashboard(Listener):
         known = [
             (m, config, outcome) for config, outcome in self._feasible.copy().items() if (m := outcome.measurement)
         ]
-        front = pareto_front(known, lambda one: (one[0].peak_bytes, one[0].samples_per_s))
+        front = front_by(known, lambda one: one[0])
         return [(config, outcome) for _, config, outcome in front]
 
     def _front_table(self, front: list[tuple[Config, Outcome]]) -> Table:
@@ -330,7 +330,8 @@ def summary(outcome: Outcome, *, feasible: bool) -> str:
     if found is None:
         return " ".join(f"{outcome.kind}: {outcome.cause}".split()) if outcome.cause else str(outcome.kind)
     speed, _, noise = measured_rate(found).partition(" ")
-    return f"{speed} samples/s {noise}, {format_bytes(found.peak_bytes)}{'' if feasible else ', not feasible'}"
+    joules = f", {rate(found.joules_per_sample)} J a sample" if found.joules_per_sample else ""
+    return f"{speed} samples/s {noise}, {format_bytes(found.peak_bytes)}{joules}{'' if feasible else ', not feasible'}"
 
 
 def describe_progress(progress: Progress) -> str:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from autotune.errors import AutotuneError, ConfigError
 from autotune.records.config import ACCUMULATION, Choice
 from autotune.records.explanation import KINDS, Anatomy, Explanation, fold_repeats
-from autotune.records.measured import Measured
+from autotune.records.measured import Measured, pareto_front
 from autotune.records.outcome import Kind
 from autotune.report.explanation import named
+from autotune.report.figures import rate
 from autotune.study.reading import Study
 from autotune.techniques import Techniques
 from autotune.units import MIB, format_bytes, plural
@@ -37,7 +38,7 @@ SMALLEST_BAR = 0.005  # modules with a smaller share of the peak have no bar of 
 
 
 def plot_front(study: Study, ax: Axes | None = None) -> Axes:
-    """Throughput over peak memory: every feasible config with its 95 % interval, the front, the baseline, the answer.
+    """Throughput over peak memory: every feasible config with its 95 % interval, the front with its energy, the baseline, the answer.
 
     Args:
         ax: where to draw; None makes a figure.
@@ -51,9 +52,21 @@ def plot_front(study: Study, ax: Axes | None = None) -> Axes:
     baseline = [m for m in measured if m.config == study.baseline_config]
     _errorbars(ax, measured, GREY, "feasible config")
     if front:
-        peaks, speeds = [m.peak_bytes / MIB for m in front], [m.samples_per_s for m in front]
-        ax.step(peaks, speeds, where="post", color=COLOURS[0], zorder=2)
+        edge = pareto_front(
+            front, lambda m: (m.peak_bytes, m.samples_per_s)
+        )  # what is there for its energy may lie below
+        ax.step(
+            [m.peak_bytes / MIB for m in edge],
+            [m.samples_per_s for m in edge],
+            where="post",
+            color=COLOURS[0],
+            zorder=2,
+        )
     _errorbars(ax, front, COLOURS[0], "front" if len(front) > 1 else "front: nothing is faster or smaller")
+    for found in front:
+        if found.joules_per_sample is not None:
+            told = f" {rate(found.joules_per_sample)} J/sample"
+            ax.annotate(told, (found.peak_bytes / MIB, found.samples_per_s), color=INK, fontsize="x-small", va="top")
     _errorbars(ax, baseline, INK, "baseline", marker="s", size=8)
     _errorbars(ax, [m for m in measured if m.config == answer], COLOURS[1], "answer", marker="*", size=15)
     if study.memory_limit_bytes:

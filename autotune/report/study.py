@@ -213,6 +213,9 @@ def _outcome_figures(found: Measurement) -> dict[str, Cell]:
         "a step": _seconds(found.phases_s),
         "last loss": f"{found.final_loss:.4g}",
     }
+    if found.joules_per_sample is not None or found.no_energy:
+        joules = found.joules_per_sample
+        rows["energy"] = f"not known: {found.no_energy}" if joules is None else f"{rate(joules)} J a sample"
     if found.compile_cold_s or found.compile_trouble:
         cold = f"{format_seconds(found.compile_cold_s)} with an empty cache, {format_seconds(found.compile_s)} from the cache"
         rows["compiling"] = "; ".join(filter(None, (cold if found.compile_cold_s else "", found.compile_trouble)))

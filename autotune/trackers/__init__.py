@@ -20,7 +20,7 @@ from autotune.records.study import Trial
 from autotune.tuning.events import Event, Listener, ProbeEnded, SearchEnded, SearchStarted
 
 GROUP = "autotune.trackers"
-_FIGURES = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "step_s", "peak_bytes")
+_FIGURES = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "step_s", "peak_bytes", "joules_per_sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,8 @@ class Point:
     Attributes:
         number: the probe's number in the study.
         config: the whole config dict.
-        figures: `samples_per_s` with its interval, `step_s`, `peak_bytes`, as far as they were measured; `wall_s`, `feasible`
-            (1 or 0).
+        figures: `samples_per_s` with its interval, `step_s`, `peak_bytes`, `joules_per_sample`, as far as they were measured;
+            `wall_s`, `feasible` (1 or 0).
         facts: `stage`, `outcome` and its `cause`.
     """
 
@@ -55,7 +55,8 @@ class Answer:
     """The search's answer.
 
     Attributes:
-        figures: `samples_per_s`, `peak_bytes`, `speedup` with its interval as far as it is known, `probes`, `wall_s`.
+        figures: `samples_per_s`, `peak_bytes`, `joules_per_sample`, `speedup` with its interval as far as they are known,
+            `probes`, `wall_s`.
         facts: `verdict`, `limit` (the resource that limits the speed) and `warnings`.
     """
 
@@ -178,7 +179,8 @@ def _start(event: SearchStarted) -> Start:
 
 def _point(trial: Trial) -> Point:
     outcome = trial.outcome
-    found = {name: float(getattr(outcome.measurement, name)) for name in _FIGURES if outcome.measurement is not None}
+    figures = {} if outcome.measurement is None else {name: getattr(outcome.measurement, name) for name in _FIGURES}
+    found = {name: float(figure) for name, figure in figures.items() if figure is not None}
     return Point(
         number=trial.number,
         config=trial.config.as_dict(),
@@ -193,6 +195,7 @@ def _answer(event: SearchEnded) -> Answer:
     figures = {
         "samples_per_s": result.samples_per_s,
         "peak_bytes": float(result.peak_bytes),
+        "joules_per_sample": result.energy.joules_per_sample,
         "speedup": result.speedup,
         "speedup_low": low,
         "speedup_high": high,

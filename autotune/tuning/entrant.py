@@ -45,6 +45,10 @@ class Entrant:
         """The rounds in which it told a figure."""
         return {number for number, outcome in self.outcomes.items() if outcome.ok and figure(outcome)}
 
+    def rounds_with(self, figure: Callable[[Outcome], float | None], other: Entrant) -> set[int]:
+        """The rounds in which both told it."""
+        return self.rounds(figure) & other.rounds(figure)
+
     def told_by(self) -> list[Outcome]:
         """The processes whose figures are told: the undisturbed ones of the play-off, else of the search, else all of the play-off."""
         ran = [outcome for outcome in self.outcomes.values() if outcome.ok]
@@ -110,10 +114,17 @@ def failure(outcome: Outcome) -> str:
     return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
 
 
-def joules_per_sample(outcome: Outcome) -> float | None:
-    """The energy of a sample of an outcome that is `ok`; None where it is not known."""
+def samples_per_joule(outcome: Outcome) -> float | None:
+    """Of an outcome that is `ok`; None where its energy is not known."""
     assert outcome.measurement is not None
-    return outcome.measurement.joules_per_sample
+    joules = outcome.measurement.joules_per_sample
+    return None if joules is None else 1 / joules
+
+
+def inverse(ratio: Ratio) -> Ratio:
+    """One over a figure, with its interval."""
+    value, low, high = ratio
+    return 1 / value, 1 / high, 1 / low
 
 
 def samples_per_s(outcome: Outcome) -> float:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from autotune.records.config import BATCH_KEYS, Config
-from autotune.records.measured import NORMAL_95, Measured
+from autotune.records.measured import NORMAL_95
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.study import PLAY_OFF, Trial
-from autotune.study.figures import ratio_interval, times_as_fast, unrest
+from autotune.study.figures import unrest
 from autotune.study.history import find_excused
-from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, joules_per_sample, samples_per_s
-from autotune.tuning.evidence import Evidence, Key, Searched, within_measured
+from autotune.tuning.entrant import Entrant, Ratio, Standing, failure, inverse, samples_per_joule, samples_per_s
+from autotune.tuning.evidence import Evidence, Key, Searched
 from autotune.tuning.guest import Guest
+from autotune.tuning.told import tell_figures
 
 MIN_ROUNDS = 3
 MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too noisy to tell
@@ -392,87 +392,34 @@ class PlayOff:
 
     def _standing(self) -> Standing:
         """Choose the answer, and estimate its gain and everybody's figures."""
-        evidence, base = self.evidence(), self._base
-        speeds = evidence if self.objective.is_step_speed else self.evidence(samples_per_s)
+        evidence, base, objective = self.evidence(), self._base, self.objective
+        speeds = evidence if objective.is_step_speed else self.evidence(samples_per_s)
+        thrift = evidence if objective.is_thrift else self.evidence(samples_per_joule)
         ran = [entrant for entrant in self.entrants if self._is_comparable(entrant)]
         answer = candidate = self._choose(evidence, [entrant for entrant in ran if not entrant.dropped])
         if base is not None and answer is None:
             answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
-        joules = self.evidence(joules_per_sample)
-        figures = self._figures(speeds, joules, candidate)
-        gain = speedup = energy = None
+        figures = tell_figures(self._everyone(), base, candidate, speeds, thrift)
+        gain = speedup = less_energy = None
         if base is not None and candidate is not None:
             own, other = figures[candidate.config], figures[base.config]
             speedup = _about(own.samples_per_s / other.samples_per_s, self._gain(speeds, candidate, base))
-            gain = speedup if speeds is evidence else self._gain(evidence, candidate, base)
-            if (
-                own.joules_per_sample
-                and other.joules_per_sample
-                and candidate.rounds(joules_per_sample) & base.rounds(joules_per_sample)
-            ):
-                energy = _about(own.joules_per_sample / other.joules_per_sample, self._gain(joules, candidate, base))
+            if own.joules_per_sample and other.joules_per_sample and candidate.rounds_with(samples_per_joule, base):
+                told = other.joules_per_sample / own.joules_per_sample
+                less_energy = _about(told, self._gain(thrift, candidate, base))
+            gain = speedup if speeds is evidence else less_energy if thrift is evidence else None
+            gain = gain or self._gain(evidence, candidate, base)
         return Standing(
             answer=answer,
             baseline=base,
             candidate=candidate,
             gain=gain,
             speedup=speedup,
-            energy=energy,
+            energy=less_energy and inverse(less_energy),
             entrants=tuple(self.entrants),
             figures=figures,
             num_rounds=len(self._all_rounds),
         )
-
-    def _figures(self, speeds: Evidence, joules: Evidence, candidate: Entrant | None) -> dict[Config, Measured]:
-        """The figures of those who ran."""
-        ran = {entrant.config: entrant for entrant in self._everyone() if any(o.ok for o in entrant.outcomes.values())}
-        figures = {config: entrant.measured() for config, entrant in ran.items()}
-        for config, (speed, interval) in self._told(samples_per_s, speeds, candidate).items():
-            own = times_as_fast(figures[config], speed / figures[config].samples_per_s)
-            figures[config] = replace(own, samples_per_s_ci=interval)
-        for config, (energy, interval) in self._told(joules_per_sample, joules, candidate).items():
-            figures[config] = replace(figures[config], joules_per_sample=energy, joules_per_sample_ci=interval)
-        return figures
-
-    def _told(
-        self, figure: Callable[[Outcome], float | None], evidence: Evidence, candidate: Entrant | None
-    ) -> dict[Config, tuple[float, tuple[float, float]]]:
-        """A figure of those who know it, with its interval, by one estimate: the baseline's own times the gain that is told of each.
-
-        Where the baseline does not run, the entrant that played most takes its place. Each figure lies within what was measured
-        of its config, see `within_measured`.
-        """
-        logs = {
-            entrant.config: [math.log(known) for o in entrant.told_by() if (known := figure(o))]
-            for entrant in self._everyone()
-            if entrant.rounds(figure)
-        }
-        logs = {config: found for config, found in logs.items() if found}
-        ran = {entrant.config: entrant for entrant in self._everyone() if entrant.config in logs}
-        if not ran:
-            return {}
-        most_played = max(ran.values(), key=lambda entrant: len(entrant.rounds(figure)))
-        base = self._base if self._base is not None and self._base.config in ran else most_played
-        beside = [e for e in ran.values() if e is not base and e.rounds(figure) & base.rounds(figure)]
-        beside.sort(key=lambda entrant: entrant is not candidate)
-        gains = {entrant.config: evidence.difference(entrant.config, base.config) for entrant in beside}
-        level, low, high = (math.log(edge) for edge in ratio_interval(logs[base.config]))
-        below, above = (math.hypot(edge, NORMAL_95 * base.least_unrest()) for edge in (level - low, high - level))
-        levels = within_measured(
-            {config: (min(found), max(found)) for config, found in logs.items()},
-            base.config,
-            level,
-            {config: gain.mean for config, gain in gains.items()},
-        )
-        told = {}
-        for config, log in levels.items():
-            gain, least, most = (0.0, 0.0, 0.0)
-            if config in gains:
-                gain, least, most = (math.log(edge) for edge in gains[config].ratio())
-            value = math.exp(log)
-            low, high = (math.exp(side) for side in (-math.hypot(below, gain - least), math.hypot(above, most - gain)))
-            told[config] = value, (value * low, value * high)
-        return told
 
     def _choose(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant | None:
         """The best entrant that may be recommended, or the cheapest of those as good; None for the baseline.

@@ -97,7 +97,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
     later, num_rechecks = _later(search)
     gain = None if is_baseline or speedup is None else speedup
     told = gain and widen(gain, later)
-    verdict, undecided = verdict_of(search, played, gain_of(search, played, baseline, speedup), kept=is_baseline)
+    verdict, undecided = verdict_of(search, played, gain_of(search, played, speedup), kept=is_baseline)
     found = clearance.of_answer(answer)
     unchecked = "" if clearance.is_cleared(answer) else UNCHECKED
     known = Answer(
@@ -342,20 +342,14 @@ def _processes(history: History, config: Config, outcome: Outcome) -> list[Outco
     return undisturbed([outcome]) or undisturbed(played) or [outcome]
 
 
-def gain_of(
-    search: Search, standing: Standing | None, baseline: Measured | None, speedup: Ratio | None
-) -> Ratio | None:
-    """What the verdict is on: the speed-up, or where something else is observed, by how much less of that is used; None without one.
+def gain_of(search: Search, standing: Standing | None, speedup: Ratio | None) -> Ratio | None:
+    """What the verdict is on: the speed-up, or where something else is observed, the gain in that; None without one.
 
     Args:
         standing: None where the answer was not confirmed.
-        baseline: None where it does not run.
         speedup: of the answer over the baseline, or of the best of the others where that is kept.
     """
-    if not search.history.objective.observed or baseline is None or standing is None or standing.energy is None:
-        return speedup
-    ratio, low, high = standing.energy
-    return 1 / ratio, 1 / high, 1 / low
+    return standing.gain if search.history.objective.observed and standing is not None else speedup
 
 
 def verdict_of(search: Search, standing: Standing | None, gain: Ratio | None, *, kept: bool) -> tuple[str, str]:

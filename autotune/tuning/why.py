@@ -352,6 +352,8 @@ def nothing(history: History, cost_model: CostModel, inspection: Inspection, ref
         ran = f"{plural(num_ran, 'config')} ran within the memory, but none may be recommended"
         return f"{ran}: {'; '.join(refused)}. {TRAINED_TODAY}"
     tried = [trial for trial in history.searched if space.answers(trial.config)]
+    if unknown := _unknown(tried, objective):
+        return unknown
     left = cost_model.propose(history)
     need = _least_need(history, cost_model, [left.config] if left is not None else [])
     reasons = [no_fit(tried, objective.memory_limit_bytes, need)]
@@ -361,6 +363,16 @@ def nothing(history: History, cost_model: CostModel, inspection: Inspection, ref
         reasons[0] = f"nothing feasible with {', '.join(f'{n}={c}' for n, c in space.fixed.items())}: {reasons[0]}"
         reasons += _what_would_fit(history, cost_model, inspection)
     return "; ".join(filter(None, reasons))
+
+
+def _unknown(tried: Sequence[Trial], objective: Objective) -> str:
+    """The sentence that configs ran without their figure being observed; empty where none did."""
+    fitting = [t.outcome for t in tried if t.outcome.ok and not objective.beyond_memory(t.outcome)]
+    whys = {objective.why_unknown(o.measurement) for o in fitting if o.measurement and not objective.is_known(o)}
+    if not whys:
+        return ""
+    ran = f"{plural(len(fitting), 'probe')} ran within the memory, but their {objective.name} is not known"
+    return f"{ran}: {'; '.join(sorted(whys))}. Try again, or take another --objective"
 
 
 def _least_need(history: History, cost_model: CostModel, left: Sequence[Config]) -> str:

@@ -14,7 +14,8 @@ MIB = 2**20
 class Card:
     """What CUDA and NVML tell of a card.
 
-    The rates are what products of matrices and copies take on the driver's timeline, of the card's kind and never measured.
+    The rates are what products of matrices and copies take on the driver's timeline, of the card's kind and never measured. What
+    they draw meanwhile are settings (`idle_w`, `kernel_w`, `fp32_w`, `tf32_w`, `bf16_w`), by default shares of the power limit.
     """
 
     name: str

@@ -44,17 +44,28 @@ size_t cublasLtGetVersion(void) {
     return 130100;
 }
 
+static int is_short(int type) {
+    return type == FP16 || type == BF16;
+}
+
+static int is_tf32(int type) {
+    return type == FP32 && (math_mode & 3) == 3;
+}
+
 static double flops_of(int type) {
     const Card *card = &settings.cards[device_now()];
-    if (type == FP16 || type == BF16)
-        return card->bf16_flops;
-    return type == FP32 && (math_mode & 3) == 3 ? card->tf32_flops : card->fp32_flops;
+    return is_short(type) ? card->bf16_flops : is_tf32(type) ? card->tf32_flops : card->fp32_flops;
+}
+
+static double watts_of(int type) {
+    const Card *card = &settings.cards[device_now()];
+    return is_short(type) ? card->bf16_w : is_tf32(type) ? card->tf32_w : card->fp32_w;
 }
 
 static int multiply(double m, double n, double k, double batch, int type) {
     if (count_launch("gemm"))
         return EXECUTION_FAILED;
-    work(settings.launch_ns * 2 + 2 * m * n * k * batch * 1e9 / flops_of(type));
+    work_at(settings.launch_ns * 2 + 2 * m * n * k * batch * 1e9 / flops_of(type), watts_of(type));
     return 0;
 }
 

@@ -139,6 +139,7 @@ typedef struct {
     uint64_t neighbour_bytes, l2_bytes; /* neighbour_bytes: what others hold from the beginning */
     uint64_t context_bytes, library_bytes; /* library_bytes: what cuBLAS and cuDNN add to a context, each */
     double fp32_flops, tf32_flops, bf16_flops, bytes_s;
+    double idle_w, kernel_w, fp32_w, tf32_w, bf16_w; /* drawn by nothing, by a kernel, by a product of a type */
     unsigned power_limit_mw, sm_clock_mhz, memory_clock_mhz;
 } Card;
 
@@ -167,7 +168,7 @@ void note(const char *format, ...) __attribute__((format(printf, 1, 2))); /* int
 
 /* ---- books.c: what all processes share, in a file that tests.driver.played reads and writes too */
 
-#define BOOKS_VERSION 1
+#define BOOKS_VERSION 2
 
 typedef struct {
     _Atomic int32_t pid; /* 0: free; -1: being taken */
@@ -182,6 +183,7 @@ typedef struct { /* zero everywhere means: as the settings have it */
     _Atomic uint64_t neighbour_bytes;
     _Atomic uint64_t throttle_reasons; /* bits of NVML */
     _Atomic uint64_t energy_mj;
+    _Atomic uint64_t work_nj; /* used by work of all processes, beside what an idle card uses */
     _Atomic int64_t energy_read_ns; /* energy_mj is what had been used then */
     _Atomic uint32_t power_mw, temperature_c;
     _Atomic uint32_t utilization, memory_utilization; /* percent and 1 */
@@ -223,6 +225,7 @@ void write_uuid(int device, char *text, size_t size);
 void write_board_uuid(int device, char *text, size_t size); /* of the board that a slice is of */
 void write_bus_id(int device, char *text, size_t size);
 uint64_t energy_mj(int device);
+void draw(int device, double nj); /* what work uses, beside what an idle card uses */
 unsigned power_mw(int device);
 
 /* ---- timeline.c: streams, events, graphs, collectives that wait for each other */
@@ -231,7 +234,8 @@ typedef struct Communicator Communicator;
 
 int64_t now_ns(void);
 void sleep_us(int us);
-void work(double ns); /* takes that long on the device */
+void work(double ns); /* a kernel takes that long on the device */
+void work_at(double ns, double watts);
 void settle(int device);
 void wait_for_device(int device);
 void wait_for_data(const char *from, uint64_t size);

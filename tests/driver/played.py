@@ -11,7 +11,7 @@ import mmap
 import time
 from pathlib import Path
 
-VERSION = 1
+VERSION = 2
 MAX_DEVICES = 8
 MAX_PROCESSES = 256
 
@@ -39,6 +39,7 @@ class _Card(ctypes.Structure):
         ("neighbour_bytes", ctypes.c_uint64),
         ("throttle_reasons", ctypes.c_uint64),
         ("energy_mj", ctypes.c_uint64),
+        ("work_nj", ctypes.c_uint64),
         ("energy_read_ns", ctypes.c_int64),
         ("power_mw", ctypes.c_uint32),
         ("temperature_c", ctypes.c_uint32),
@@ -118,7 +119,7 @@ class Played:
         self._books.cards[device].throttle_reasons = bits
 
     def set_power_w(self, watts: float, device: int = 0) -> None:
-        """Let a card draw so much from now on, which its total energy follows."""
+        """Let a card draw so much from now on, whatever it does, which its total energy follows."""
         card, now_ns = self._books.cards[device], time.monotonic_ns()
         if card.power_mw:
             card.energy_mj += int((now_ns - card.energy_read_ns) / 1e9 * card.power_mw)

@@ -63,7 +63,13 @@ static void read_card(int device) {
     card->tf32_flops = number_of_card("TFLOPS_TF32", device, 80) * 1e12;
     card->bf16_flops = number_of_card("TFLOPS_BF16", device, 180) * 1e12;
     card->bytes_s = number_of_card("GB_S", device, 1300) * 1e9;
-    card->power_limit_mw = number_of_card("POWER_LIMIT_W", device, 400) * 1e3;
+    double limit_w = number_of_card("POWER_LIMIT_W", device, 400);
+    card->power_limit_mw = limit_w * 1e3;
+    card->idle_w = number_of_card("IDLE_W", device, 0.3 * limit_w);
+    card->kernel_w = number_of_card("KERNEL_W", device, 0.5 * limit_w);
+    card->fp32_w = number_of_card("FP32_W", device, 0.8 * limit_w);
+    card->tf32_w = number_of_card("TF32_W", device, 0.9 * limit_w);
+    card->bf16_w = number_of_card("BF16_W", device, limit_w);
     card->sm_clock_mhz = number_of_card("SM_CLOCK_MHZ", device, 1410);
     card->memory_clock_mhz = number_of_card("MEMORY_CLOCK_MHZ", device, 1215);
 }

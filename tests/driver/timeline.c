@@ -33,6 +33,7 @@ typedef struct {
 
 typedef struct {
     int64_t ns;
+    double nj;
 } Graph;
 
 typedef void (*HostFunction)(void *);
@@ -43,6 +44,7 @@ static struct {
     void *stream;
     uint64_t id;
     int64_t ns;
+    double nj;
     Graph *graph;
     int is_on;
 } capture;
@@ -140,10 +142,17 @@ void wait_for_data(const char *from, uint64_t size) {
 }
 
 void work(double ns) {
+    work_at(ns, settings.cards[device_now()].kernel_w);
+}
+
+void work_at(double ns, double watts) {
+    double nj = ns * (watts - settings.cards[device_now()].idle_w);
     if (capture.is_on) {
         capture.ns += (int64_t)ns;
+        capture.nj += nj;
         return;
     }
+    draw(device_now(), nj);
     Line *line = &lines[device_now()];
     pthread_mutex_lock(&line->lock);
     if (is_open(line))
@@ -326,6 +335,7 @@ int cudaStreamBeginCapture(void *stream, int mode) {
     capture.stream = stream;
     capture.id++;
     capture.ns = 0;
+    capture.nj = 0;
     capture.graph = calloc(1, sizeof(Graph));
     capture.is_on = 1;
     return cudaSuccess;
@@ -335,6 +345,7 @@ int cudaStreamEndCapture(void *stream, Graph **graph) {
     if (!capture.is_on)
         return failed(cudaErrorIllegalState);
     capture.graph->ns = capture.ns;
+    capture.graph->nj = capture.nj;
     *graph = capture.graph;
     capture.is_on = 0;
     return cudaSuccess;
@@ -369,7 +380,8 @@ int cudaGraphInstantiateWithFlags(Graph **executable, Graph *graph, unsigned lon
 
 int cudaGraphLaunch(Graph *executable, void *stream) {
     ENTER();
-    work(executable->ns + 5000);
+    work_at(executable->ns + 5000, settings.cards[device_now()].idle_w);
+    draw(device_now(), executable->nj);
     return cudaSuccess;
 }
 

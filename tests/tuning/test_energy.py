@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autotune.devices import rapl
 from autotune.errors import ConfigError
 from autotune.records.config import Config, ProbeSettings
 from autotune.records.device import Slot
+from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.options import SearchOptions
-from autotune.records.outcome import Outcome
+from autotune.records.outcome import Measurement, Outcome
 from autotune.records.result import Result
 from autotune.runners import table
+from autotune.runners.local import LocalRunner
 from autotune.runners.replay import ReplayRunner
 from autotune.runners.table import Row, Table
+from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning.search import search
 from tests.closed_form import ClosedFormRunner
@@ -145,6 +150,85 @@ def test_over_a_recorded_table_it_finds_the_least_energy(tmp_path: Path) -> None
 def test_a_table_without_energy_is_not_searched_for_it() -> None:
     with pytest.raises(ConfigError, match=r"^--objective energy: the table .* holds no energy .* record it again"):
         search(None, SearchOptions.of({"objective": "energy"}), runner=ReplayRunner(GPT / "cpu.csv"))
+
+
+class Heat(Objective):
+    """An objective by what else an observer tells: all that it takes is this class and the observer's figure."""
+
+    name, unit, better, worse, help = "heat", "temperature_c", "cooler", "hotter", "heat: the coolest device"
+    less_is_better = observed = True
+    rests_on_speed = False
+
+    def figure(self, measured: Measurement) -> float:
+        return measured.telemetry.get("temperature_c", math.inf)
+
+    def worst(self) -> float:
+        return -1000.0
+
+
+class Warm(ClosedFormRunner):
+    """Each sample of a micro batch heats the device, and short types do."""
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
+        outcome = super().outcome_of(config, settings)
+        heat_c = 20.0 + 5 * config.batch_size + (0 if config["amp"] == "off" else 30)
+        if (found := outcome.measurement) is None:
+            return outcome
+        return replace(outcome, measurement=replace(found, telemetry={"temperature_c": heat_c}))
+
+
+def test_an_objective_by_another_observed_figure_needs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_play_off: None
+) -> None:
+    monkeypatch.setitem(OBJECTIVES, "heat", Heat)
+    options = SearchOptions.of({"budget": "30s", "trials": 12, "storage": str(tmp_path / "closed.db")})
+    object.__setattr__(options, "objective", "heat")  # the option's words were read when it was made
+    result = search(None, options, runner=Warm())
+    assert result.config["amp"] == "off" and int(result.config["batch_size"]) < 4
+    assert result.verdict == "cooler" and "Cooler." in result.summary()
+
+
+FILES = """
+from pathlib import Path
+import torch
+from autotune.devices import rapl
+from autotune.devices.cpu import CpuDevice
+
+rapl.FOLDER = Path(__file__).parent
+CpuDevice.own_work = lambda device: 1.0  # the machine of the tests has other work
+COUNTER = rapl.FOLDER / "intel-rapl:0" / "energy_uj"
+
+
+def build_model():
+    return torch.nn.Linear(64, 10)
+
+
+def make_batch(n):
+    return torch.randn(n, 64), torch.randint(10, (n,))
+
+
+def training_step(model, batch):
+    size = len(batch[0])
+    used_j = 1 + 0.01 * size**2
+    COUNTER.write_text(str(int(COUNTER.read_text()) + round(used_j * 1e6)))
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+"""
+
+
+def test_on_a_cpu_the_counters_of_its_sockets_tell_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zone = tmp_path / "intel-rapl:0"
+    zone.mkdir()
+    for name, text in {"name": "package-0", "max_energy_range_uj": "262143328850", "energy_uj": "0"}.items():
+        (zone / name).write_text(text)
+    (tmp_path / "net.py").write_text(FILES)
+    monkeypatch.setattr(rapl, "FOLDER", tmp_path)
+    settings = ProbeSettings(memory_limit_bytes=None, min_timed_s=0.3, max_timed_s=0.3, phases=False)
+    with LocalRunner(TaskSource.of(tmp_path / "net.py"), device="cpu", logs=tmp_path / "logs") as runner:
+        assert runner.slots()[0].device.no_energy == ""
+        for size in (10, 40):
+            measured = runner.probe(find_techniques().complete({"batch_size": size}), settings).measurement
+            assert measured is not None and measured.counted[0].counter == "intel-rapl:0"
+            assert measured.joules_per_sample == pytest.approx((1 + 0.01 * size**2) / size, rel=0.2)
 
 
 def test_a_million_samples_cost_what_their_time_costs(tmp_path: Path, short_play_off: None) -> None:

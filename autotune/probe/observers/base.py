@@ -19,23 +19,21 @@ class Observer(ABC):
 
     `start` comes once, when the warm-up is over; `sample` after each timed block, outside of what is timed; `end` once, after
     the last block, and `stop` once, when all is measured. Where a config is too slow to be timed, only `stop` is called, with
-    a measurement that is `cut_short`. A whole observer, of the energy that a GPU's instruments tell:
+    a measurement that is `cut_short`. A whole observer, of how warm a GPU becomes while it trains:
 
-        class Energy(Observer):
-            name = "energy"
+        class Warming(Observer):
+            name = "warming"
 
             def start(self, device: Device) -> None:
-                self._joules, self._read_s = 0.0, time.monotonic()
+                self._first_c = self._most_c = device.telemetry().values.get("temperature_c", 0.0)
 
             def sample(self, device: Device, num_steps: int) -> None:
-                now_s, power_w = time.monotonic(), device.telemetry().values.get("power_w", 0.0)
-                self._joules += power_w * (now_s - self._read_s)
-                self._read_s = now_s
+                self._most_c = max(self._most_c, device.telemetry().values.get("temperature_c", 0.0))
 
             def stop(self, device: Device, measured: Measurement) -> Measurement:
                 if measured.cut_short:
                     return measured
-                return replace(measured, telemetry={**measured.telemetry, "energy_j": self._joules})
+                return replace(measured, telemetry={**measured.telemetry, "warmed_c": self._most_c - self._first_c})
 
     Its file is found because it is there. Another package offers one as an entry point in the group `autotune.observers`.
 
