@@ -172,6 +172,19 @@ class Acquisition:
         to_run = self.posterior([config]).to_fit * self._chance_to_run([config]) * self._chance_of_speed([config])
         return float(((beyond + BETTER * to_win) * to_run)[0])
 
+    def chance_to_be_better(self, config: Config, other: Config) -> float | None:
+        """The chance that a config is better than another, where both were measured; else None."""
+        found, beside = (self.seen[one].measurement if one in self.seen else None for one in (config, other))
+        if found is None or beside is None:
+            return None
+        speeds = self.pace.speeds([config, other])
+        logs = self._over_the_training(speeds.mean, [config, other])
+        gain = self.speed_weight * (logs[0] - logs[1])
+        gain += self.memory_weight * math.log(beside.peak_bytes / found.peak_bytes)
+        variance = speeds.variance[0] + speeds.variance[1] - 2 * speeds.covariance_with(1)[0]
+        std = max(1e-6, self.speed_weight * math.sqrt(max(0.0, variance)))
+        return float(_normal_cdf(np.array([gain / std]))[0])
+
     def _cost(self, configs: Sequence[Config]) -> Array:
         """How long a probe of each config takes, in units of one that has nothing to compile."""
         return np.array([1 + self._setup_s(config) / self._probe_s for config in configs])

@@ -88,6 +88,10 @@ class CostModel:
         """The expected gain of a config over the best, as a logarithm; None where nothing is known to fit, or it cannot be computed."""
         return self._ask(history, lambda models: models.expected_gain(config), lambda: None)
 
+    def chance_to_be_better(self, history: History, config: Config, other: Config) -> float | None:
+        """The chance that a config is better than another, both of which have run; None if it cannot be computed."""
+        return self._ask(history, lambda models: models.chance_to_be_better(config, other), lambda: None)
+
     def is_likely_to_fit(self, history: History, config: Config) -> bool:
         """Whether a config is more likely to fit than not. A config without a prediction counts as likely."""
         prediction = self.predict(history, config)

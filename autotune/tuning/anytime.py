@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Config
 from autotune.records.outcome import Outcome
-from autotune.study.figures import unrest
 from autotune.study.history import History
-from autotune.tuning.evidence import Evidence, Key, Searched
 from autotune.tuning.playoff import PlayOff
 
 Best = tuple[Config, Outcome]
 
 
-def answer_so_far(history: History, play_off: PlayOff | None) -> tuple[Best | None, float | None]:
+def answer_so_far(
+    history: History, cost_model: CostModel, play_off: PlayOff | None
+) -> tuple[Best | None, float | None]:
     """The best config with its outcome in the search, and the chance that it is better than the baseline.
 
-    Once a round of the play-off has ended, the best is the play-off's leader. Before that each config has one process, and the best
-    was chosen because it came out above all others: that is not taken for speed (`Evidence`).
+    Once a round of the play-off has ended, the best is the play-off's leader, and its rounds tell the chance. Before that each config
+    has one process, and the best was chosen because it came out above all others. The chance is then that of the model fitted to all
+    probes, which does not take such luck for speed.
 
     Returns:
         No best where nothing is feasible; no chance where the best is the baseline, or the baseline does not run.
@@ -32,11 +32,4 @@ def answer_so_far(history: History, play_off: PlayOff | None) -> tuple[Best | No
         return (leader.config, history.known[leader.config]), chance
     if best is None or baseline is None or best[0] == base_config or not history.objective.feasible(baseline):
         return best, None
-    logs = {config: math.log(history.objective.merit(outcome)) for config, outcome in history.feasible.items()}
-    bar = max((log for config, log in logs.items() if config != best[0]), default=None)
-    base_log = math.log(history.objective.merit(baseline))
-    searched: dict[Key, Searched] = {
-        best[0]: Searched(logs[best[0]], bar, unrest(best[1])),
-        base_config: Searched(base_log, None, unrest(baseline)),
-    }
-    return best, 1 - Evidence({}, searched).difference(best[0], base_config).chance_below(0.0)
+    return best, cost_model.chance_to_be_better(history, best[0], base_config)

@@ -367,7 +367,7 @@ def verdict_of(search: Search, standing: Standing | None, gain: Ratio | None, *,
         return "undecided" if question else "same", question
     if standing is None:
         said = [f"{_not_played(search)}, so its figure is from one process"]
-        _, chance = answer_so_far(search.history, search.play_off)
+        _, chance = answer_so_far(search.history, search.cost_model, search.play_off)
         if chance is not None:
             said.append(f"by what the search found, it is better than the baseline with a chance of {chance:.0%}")
         return "undecided", "; ".join([*said, *_would_do(search, standing, gain, 0)])

@@ -401,7 +401,7 @@ class Search:
             if told := self.at_once.note_baseline(outcome):
                 self.warn(told)
             self._keep_neighbours(self.at_once.found)
-        best, chance = answer_so_far(self.history, self.play_off)
+        best, chance = answer_so_far(self.history, self.cost_model, self.play_off)
         ended = ProbeEnded(
             trial=trial,
             best=best,
