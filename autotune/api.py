@@ -49,7 +49,7 @@ from autotune.runners.table import Table
 from autotune.space import build_space
 from autotune.study.caches import RecheckCache, TraceCache
 from autotune.study.place import place_of
-from autotune.study.reading import Study, storage_url
+from autotune.study.reading import Study
 from autotune.study.store import keep_recheck
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -279,7 +279,7 @@ def verify_answer(
     seen = recheck_answer(answer, own, beside)
     if seen is not None:
         try:
-            keep_recheck(storage_url(study.storage), study.name, seen)
+            keep_recheck(study.url, study.name, seen)
         except StudyError as error:
             on_warning(f"what was seen of the gain is not kept in the study: {error}")
         if device is not None:

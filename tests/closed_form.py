@@ -161,7 +161,7 @@ def inspection(**changes: object) -> Inspection:
 
 
 def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Search:
-    """A search over the closed form, with its study in `folder`; `changes` are options, or parts of the search."""
+    """A search over the closed form, with its study in `folder`, or at the URL `storage`; `changes` are options, or parts of the search."""
     found = changes.pop("inspection", inspection())
     peaks = changes.pop("peaks", None)
     options = SearchOptions(
@@ -184,7 +184,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
         num_trials=options.num_trials,
     )
     store = Store(
-        place_of(str(folder / "closed.db"), None, "closed"),
+        place_of(changes.pop("storage", str(folder / "closed.db")), None, "closed"),
         SearchFacts(
             fingerprint=Fingerprint(task="abc"),
             baseline_config=space.baseline.as_dict(),

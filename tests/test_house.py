@@ -169,20 +169,27 @@ def test_no_string_imports_from_a_room_above() -> None:
     assert not up
 
 
-@pytest.mark.parametrize("package", ["ray"])
-def test_an_engine_that_is_an_extra_is_named_in_its_runners_file_alone(package: str) -> None:
+EXTRA = {
+    "ray": "runners/ray.py",
+    "postgres(ql)?": "study/backends/postgres.py",
+    "psycopg": "study/backends/postgres.py",
+}
+
+
+@pytest.mark.parametrize(("engine", "file"), EXTRA.items())
+def test_an_engine_that_is_an_extra_is_named_in_its_own_file_alone(engine: str, file: str) -> None:
     named = {
         str(path.relative_to(PACKAGE))
         for path in FILES
         for tree in [ast.parse(path.read_text())]
         for _, text in (*strings(tree), *imports(tree))
-        if re.search(rf"\b{package}\b", text, re.IGNORECASE)
+        if re.search(rf"\b{engine}\b", text, re.IGNORECASE)
     }
-    assert named == {f"runners/{package}.py"}
+    assert named == {file}
 
 
 def test_importing_the_package_imports_no_engine_that_is_an_extra() -> None:
-    code = "import sys, autotune.api, autotune.cli.parser; sys.exit('ray' in sys.modules)"
+    code = "import sys, autotune.api, autotune.cli.parser; sys.exit(bool({'ray', 'psycopg'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -232,9 +232,9 @@ def _require_not_of(study: Study, out: Path, flag: str) -> None:
 def dashboard(options: argparse.Namespace) -> int:
     """`autotune dashboard`: Optuna's own view of a study, until Ctrl-C."""
     from autotune.cli.dashboard import serve
-    from autotune.study.reading import storage_url
+    from autotune.study.reading import open_to_show
 
-    serve(storage_url(options.study_file), options.host, options.port)
+    serve(*open_to_show(options.study_file), options.host, options.port)
     return ANSWERED
 
 

@@ -7,9 +7,13 @@ import socket
 import socketserver
 import sys
 import threading
+from typing import TYPE_CHECKING
 from wsgiref import simple_server
 
 from autotune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
 
 
 class _Handler(simple_server.WSGIRequestHandler):
@@ -25,7 +29,7 @@ class _Server(socketserver.ThreadingMixIn, simple_server.WSGIServer):
         super().__init__((host, port), _Handler)
 
 
-def serve(storage: str, host: str, port: int) -> None:
+def serve(storage: BaseStorage, name: str, host: str, port: int) -> None:
     """Answer `http://host:port/` with Optuna's dashboard of the storage, until Ctrl-C.
 
     Requests are answered in threads: an interrupt that arrives during a request in the main thread would be swallowed by
@@ -48,7 +52,7 @@ def serve(storage: str, host: str, port: int) -> None:
                 threading.Thread(target=server.serve_forever, daemon=True).start()
                 address = f"[{host}]" if ":" in host else host
                 where = f"http://{address}:{server.server_port}/"
-                print(f"{where} shows {storage}; Ctrl-C ends it", file=sys.stderr, flush=True)
+                print(f"{where} shows {name}; Ctrl-C ends it", file=sys.stderr, flush=True)
                 threading.Event().wait()
         except OSError as error:
             raise ConfigError(

@@ -54,7 +54,7 @@ class InTurn:
             if self._current is None:
                 self._current = self._waiting.pop(0)()
             proposal = self._current.propose(history)
-            if proposal is not None or history.running:  # what runs may give it something to propose
+            if proposal is not None or history.in_flight:  # what runs may give it something to propose
                 return proposal
             self._current = None
         return None

@@ -73,7 +73,7 @@ class CostModel:
         """
 
         def next_config(models: Acquisition) -> Proposal | None:
-            if pending := models.believed(sorted(history.running, key=str)):
+            if pending := models.believed(sorted(history.in_flight, key=str)):
                 models = self._fitted_with(history, [*history.evidence, *pending], models.memory)
             found = models.next(history.admissible())
             return None if found is None else Proposal(config=found)

@@ -120,7 +120,7 @@ class Untried:
         techniques = history.space.techniques
         probed = {
             (name, config[name])
-            for config in (*history.known, *history.running)
+            for config in (*history.known, *history.in_flight)
             for name in techniques
             if not techniques[name].ordered or config[name] != techniques[name].off
         }

@@ -21,6 +21,7 @@ from autotune.records.recheck import Recheck
 from autotune.records.result import Result
 
 BASELINE, SEARCH, ABLATION, PLAY_OFF = "baseline", "search", "ablation", "play-off"
+DECIDING = "deciding"  # of no probe: as long as it runs, its search holds the play-off of a study that several share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +276,10 @@ class Owner(Record):
     host: str
     pid: int
     started: str
+
+    def words(self) -> str:
+        """`on gpu3 (process 4711)`."""
+        return f"on {self.host.partition(' ')[0]} (process {self.pid})"
 
 
 @dataclass(frozen=True, kw_only=True)

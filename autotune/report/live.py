@@ -44,6 +44,7 @@ WORK = {
     "tracing": "tracing training steps, which predicts their memory",
     "checks": "comparing gradients with plain fp32",
     "one device": "training the baseline on one of the devices",
+    "waiting": "waiting for what another search of the study runs",
     "evaluation": "finding the batch size for evaluation",
 }
 SPARE_LINES = 10  # taken by everything but the front and the last probes

@@ -23,8 +23,8 @@ class History:
     """What is known about the configs of a search.
 
     `known`, `best`, `baseline` and `failed_again` are views of the trials; `running` holds the configs whose
-    probes have not ended. The space and the objective may change while a search runs (a smaller baseline, a choice that
-    is left out), and the views follow.
+    probes have not ended, `elsewhere` those that other searches of the study run. The space and the objective may change
+    while a search runs (a smaller baseline, a choice that is left out), and the views follow.
 
     Args:
         trials: finished trials of earlier searches.
@@ -48,6 +48,7 @@ class History:
         self.longest_step_s = longest_step_s
         self.num_resumed = sum(not trial.in_play_off for trial in trials)
         self.running: set[Config] = set()
+        self.elsewhere: frozenset[Config] = frozenset()
         self.neighbours: Neighbours | None = None  # how probes at once disturb each other, once that is known
         self._objective = objective
         self._trials = list(trials)
@@ -60,6 +61,23 @@ class History:
     def append(self, trial: Trial) -> None:
         """Add a trial that has just finished."""
         self._trials.append(trial)
+
+    def catch_up(self, trials: Sequence[Trial], elsewhere: frozenset[Config]) -> list[Trial]:
+        """Take in what all searches of the study have found by now. Returns the trials that are new here.
+
+        Args:
+            elsewhere: the configs that the other searches run.
+        """
+        before = {trial.number for trial in self._trials}
+        new = [trial for trial in trials if trial.number not in before]
+        self.num_resumed += sum(not trial.in_play_off for trial in new)
+        self._trials, self.elsewhere = list(trials), elsewhere
+        return new
+
+    @property
+    def in_flight(self) -> frozenset[Config]:
+        """The configs that this search or another one runs."""
+        return self.elsewhere | self.running
 
     @property
     def trials(self) -> tuple[Trial, ...]:
@@ -213,6 +231,7 @@ class History:
         # workers may share out the samples, so further loader options cannot make them suffice
         too_few = [(c.batch_size, set(on(c, Phase.LOADER))) for c, outcome in known.items() if outcome.too_few_samples]
         largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
+        in_flight = self.in_flight
 
         def cannot_be(config: Config) -> bool:
             if not unsupported and not too_few:
@@ -225,7 +244,7 @@ class History:
         def may_be_probed(config: Config) -> bool:
             return (
                 config not in known
-                and config not in self.running
+                and config not in in_flight
                 and config.batch_size <= largest
                 and not (too_large and config.batch_size >= too_large.get(_without_batch(config), math.inf))
                 and not hangs.rules_out(config)

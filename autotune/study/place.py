@@ -1,4 +1,5 @@
-"""Where a study is kept, and which search may write there: one search of this machine at a time, if its measurements are comparable.
+"""Where a study is kept, and which searches may write there: one of this machine at a time, or several where the storage lets them
+share it; and only if their measurements are comparable.
 
 Also tells whether the controller that owns a running trial is still alive: by its process on this machine, by its signs of life on
 another.
@@ -26,6 +27,8 @@ from autotune.errors import StudyError
 from autotune.records.config import Choice
 from autotune.records.device import same_memory
 from autotune.records.study import BegunTrial, Fingerprint, Owner, StudyFacts
+from autotune.study.backends import shared_backend_of, ways_to_share
+from autotune.study.backends.base import without_password
 from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_exact_bytes
 
@@ -43,7 +46,8 @@ class Place:
     """Where a study is kept.
 
     Attributes:
-        storage: a URL.
+        storage: a URL without a password, as it is shown and kept.
+        url: the URL to open it with, which may hold a password.
         name: name of the study in which the task's own baseline is trained.
         file: the file of an SQLite database; None for other storages.
         trained: what is trained, where it differs from what the task's own baseline trains.
@@ -53,6 +57,7 @@ class Place:
     storage: str
     name: str
     file: Path | None
+    url: str = field(repr=False)
     trained: Mapping[str, Choice] = field(default_factory=dict)
     beside: str = ""
 
@@ -83,17 +88,34 @@ class Place:
 
     @property
     def logs(self) -> Path:
-        """Folder for the output of the user's code, one file per probe."""
-        return (self.file or Path(DEFAULT_FOLDER) / self.study).with_suffix(".logs")
+        """Folder for the output of the user's code, one file per probe; of searches that share a study, each has its own."""
+        folder = self._beside.with_suffix(".logs")
+        return folder / f"{socket.gethostname()}-{os.getpid()}" if self.is_shared else folder
 
     @property
     def compiled(self) -> Path:
         """Folder for what probes compile."""
-        return self.logs.with_suffix(".compiled")
+        return self._beside.with_suffix(".compiled")
+
+    @property
+    def _beside(self) -> Path:
+        """The file of a database, or where it would be."""
+        return self.file or Path(DEFAULT_FOLDER) / self.study
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several searches may write to the study at once."""
+        return shared_backend_of(self.url) is not None
+
+    @property
+    def note(self) -> str:
+        """What the user should know of the kind of storage; empty for nothing."""
+        backend = shared_backend_of(self.url)
+        return backend.note if backend is not None else ""
 
     @property
     def lock(self) -> Path:
-        """File that a search locks. With a database server, it keeps apart only the searches of this machine."""
+        """File that a search locks. With a database server that searches cannot share, it keeps apart only those of this machine."""
         if self.file is not None:
             return self.file.with_name(self.file.name + ".lock")
         name = hashlib.sha256(f"{self.storage} {self.study}".encode()).hexdigest()[:16]
@@ -125,19 +147,21 @@ def place_of(storage: str | None, study: str | None, task: str, version: str = "
         storage = str(Path(DEFAULT_FOLDER) / f"{study or task}.db")
     if "://" not in storage:
         file = Path(storage).absolute()
-        return Place(storage=f"sqlite:///{file}", name=name, file=file)
+        storage = f"sqlite:///{file}"
+        return Place(storage=storage, name=name, file=file, url=storage)
     file_url = storage.startswith("sqlite:///") and ":memory:" not in storage
-    return Place(storage=storage, name=name, file=Path(storage.removeprefix("sqlite:///")) if file_url else None)
+    file_of_url = Path(storage.removeprefix("sqlite:///")) if file_url else None
+    return Place(storage=without_password(storage), name=name, file=file_of_url, url=storage)
 
 
 @contextlib.contextmanager
 def lock_study(place: Place) -> Iterator[None]:
-    """Hold the study's lock: one search writes to a study at a time.
+    """Hold the study's lock: one search writes to a study at a time, unless its storage lets several share it.
 
     Raises:
         StudyError: another search holds it, or the file or its folder cannot be written.
     """
-    if ":memory:" in place.storage:  # nobody else's
+    if ":memory:" in place.storage or place.is_shared:  # nobody else's, or everybody's
         yield
         return
     lock, folder = filelock.FileLock(place.lock), place.lock.parent
@@ -150,8 +174,8 @@ def lock_study(place: Place) -> Iterator[None]:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise StudyError(
-            f"the study {where} is in use by another search (lock {place.lock.name}); wait for it to end, "
-            "or give this search a study of its own with --study NAME"
+            f"the study {where} is in use by another search (lock {place.lock.name}); wait for it to end, give this search a study of "
+            f"its own with --study NAME, or have several searches share a study elsewhere, with {ways_to_share()}"
         ) from None
     except OSError as error:
         raise StudyError(f"the storage {where} cannot be opened: {error}; choose another with --storage") from None
@@ -173,18 +197,22 @@ def this_process() -> Owner:
     return Owner(host=f"{socket.gethostname()} {namespace}".strip(), pid=os.getpid(), started=_started(os.getpid()))
 
 
-def is_gone(trial: BegunTrial) -> bool:
+def is_gone(trial: BegunTrial, *, is_shared: bool = False, by_clock: bool = True) -> bool:
     """Whether a trial that is marked as running is no longer run by anybody.
 
     A trial of this very process is from an earlier search, since a process runs one search of a study at a time. A trial without
     an owner is from an older study; as this search holds the lock, nobody runs it.
+
+    Args:
+        is_shared: whether several searches write to the study, also of one process.
+        by_clock: whether signs of life tell it of other machines' trials; else those count as run.
     """
     owner, here = trial.owner, this_process()
-    if owner is None or owner == here:
+    if owner is None or (owner == here and not is_shared):
         return True
     if owner.host == here.host:
         return _started(owner.pid) != owner.started
-    return time.time() - trial.seen_at_s > GONE_AFTER_S
+    return by_clock and time.time() - trial.seen_at_s > GONE_AFTER_S
 
 
 def _started(pid: int) -> str:

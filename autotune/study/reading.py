@@ -6,13 +6,14 @@ import contextlib
 import difflib
 import functools
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import optuna
+from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import TrialState
 from sqlalchemy.pool import NullPool
 
@@ -20,7 +21,9 @@ from autotune.errors import StudyError
 from autotune.records.config import Choice, Config
 from autotune.records.measured import Measured, front_of
 from autotune.records.result import Result
-from autotune.records.study import StudyFacts, Trial
+from autotune.records.study import DECIDING, StudyFacts, Trial
+from autotune.study.backends import shared_backend_of
+from autotune.study.backends.base import without_password
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
@@ -39,7 +42,8 @@ class Study:
 
     Attributes:
         name: the study's name in its storage.
-        storage: a file path, or a URL as it was given.
+        storage: a file path, or a URL without its password.
+        url: the URL with which it can be opened again.
         facts: what the searches recorded beside the probes, without the answer, which is in `result`.
         probes: every finished probe, in order.
         techniques: the installed techniques, which describe the configs in words.
@@ -51,6 +55,7 @@ class Study:
 
     name: str
     storage: str
+    url: str = field(repr=False)
     facts: StudyFacts = field(repr=False)
     probes: tuple[Trial, ...] = field(repr=False)
     num_running: int
@@ -137,58 +142,79 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             that autotune did not make.
     """
     given = str(path_or_url)
-    file = _database_file(given)
+    file, shown = _database_file(given), without_password(given)
     if file is not None:
         _require_database(file)
     expected = "a database file such as studies/gpt.db, or a URL such as sqlite:///studies/gpt.db with --study NAME"
-    with opening_errors(given, "read", expected):
-        if file is None:
-            storage = connect(given, skip_table_creation=True)
-        else:
-            engine = {"creator": functools.partial(_connect, file), "poolclass": NullPool}
-            storage = connect("sqlite://", engine_kwargs=engine, skip_table_creation=True)
-        try:
-            kept = storage.get_all_studies()
-            searches = {one.study_name: _whose(one.user_attrs) for one in kept if PLAY_OFF_OF not in one.user_attrs}
-            own = {name: about for name, about in searches.items() if about.ranked_beside not in searches}
-            name = _choose(searches if study else own, study, given)
-            parts = [one.study_name for one in kept if name in (one.study_name, one.user_attrs.get(PLAY_OFF_OF))]
-            studies = [optuna.load_study(study_name=part, storage=storage) for part in parts]
-            attributes = next(one for one in studies if one.study_name == name).user_attrs
-            trials = [trial for one in studies for trial in one.get_trials(deepcopy=False)]
-        finally:
-            storage.remove_session()
-            storage.engine.dispose()
+    with opening_errors(shown, "read", expected), _reading(given, file) as storage:
+        kept = storage.get_all_studies()
+        searches = {one.study_name: _whose(one.user_attrs) for one in kept if PLAY_OFF_OF not in one.user_attrs}
+        own = {name: about for name, about in searches.items() if about.ranked_beside not in searches}
+        name = _choose(searches if study else own, study, shown)
+        parts = [one.study_name for one in kept if name in (one.study_name, one.user_attrs.get(PLAY_OFF_OF))]
+        studies = [optuna.load_study(study_name=part, storage=storage) for part in parts]
+        attributes = next(one for one in studies if one.study_name == name).user_attrs
+        trials = [trial for one in studies for trial in one.get_trials(deepcopy=False)]
     if "format" not in attributes:
         raise StudyError(
-            f"the study {name} in {given} was not made by autotune, so there are no probes to show; "
+            f"the study {name} in {shown} was not made by autotune, so there are no probes to show; "
             "expected a study that `autotune search` wrote"
         )
-    facts = facts_of(f"{name} in {given}", attributes)
+    facts = facts_of(f"{name} in {shown}", attributes)
+    probes = [trial for trial in trials if trial.user_attrs.get("stage") != DECIDING]
     return Study(
         name=name,
-        storage=given if "://" in given else str(file),
+        storage=shown if "://" in given else str(file),
+        url=given if file is None else _url_of(file),
         facts=replace(facts, result=None),
         techniques=find_techniques(),
         others=_of_one_task(own, name),
-        probes=tuple(trials_of(trials)),
-        num_running=sum(trial.state is TrialState.RUNNING for trial in trials),
-        num_lost=sum(trial.state is TrialState.FAIL for trial in trials),
+        probes=tuple(trials_of(probes)),
+        num_running=sum(trial.state is TrialState.RUNNING for trial in probes),
+        num_lost=sum(trial.state is TrialState.FAIL for trial in probes),
         result=facts.result,
     )
 
 
-def storage_url(path_or_url: str | Path) -> str:
-    """The storage URL of a study that `load_study` would read.
+@contextlib.contextmanager
+def _reading(url: str, file: Path | None) -> Iterator[BaseStorage]:
+    """Optuna's storage, in which nothing is created, at a URL or in an SQLite file."""
+    backend = shared_backend_of(url)
+    if backend is not None:
+        shared = connect(url, must_exist=True)
+        try:
+            yield shared
+        finally:
+            backend.close(shared)
+        return
+    own = (
+        {} if file is None else {"engine_kwargs": {"creator": functools.partial(_connect, file), "poolclass": NullPool}}
+    )
+    storage = connect(url if file is None else "sqlite://", **own, skip_table_creation=True)
+    assert isinstance(storage, RDBStorage)
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def open_to_show(path_or_url: str | Path) -> tuple[BaseStorage, str]:
+    """Optuna's storage of a study that `load_study` would read, and how it is called, without a password.
 
     Raises:
-        StudyError: no such file, or a file that is no study's database.
+        StudyError: no such file, a file that is no study's database, or a storage that cannot be opened.
     """
     given = str(path_or_url)
     file = _database_file(given)
-    if file is None:
-        return given
-    _require_database(file)
+    if file is not None:
+        _require_database(file)
+        return connect(_url_of(file)), _url_of(file)
+    with opening_errors(without_password(given), "read", "a storage with a study that `autotune search` wrote"):
+        return connect(given), without_password(given)
+
+
+def _url_of(file: Path) -> str:
     return f"{_SQLITE_FILE}{file.absolute()}"
 
 

@@ -2,6 +2,9 @@
 
 The play-off measures the search's best configs again. Its trials are in a separate study, so that Optuna's `best_trial`, plots
 and samplers see each config of the search once.
+
+Several searches may share a study. Who begins a trial, or the play-off, first looks at what the others have begun, while it keeps them
+waiting. Every write may be repeated, since a storage that is gone for seconds does not say whether it has kept the last one.
 """
 
 from __future__ import annotations
@@ -9,15 +12,16 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.exceptions import ExperimentalWarning, StorageInternalError
-from optuna.storages import RDBStorage, get_storage
+from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalError, UpdateFinishedTrialError
+from optuna.storages import BaseStorage, RDBStorage, get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -28,6 +32,7 @@ from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
 from autotune.records.recheck import Recheck
 from autotune.records.study import (
+    DECIDING,
     PLAY_OFF,
     BegunTrial,
     EndedTrial,
@@ -38,17 +43,24 @@ from autotune.records.study import (
     Trial,
 )
 from autotune.space import Space
+from autotune.study.backends import shared_backend_of
+from autotune.study.backends.base import without_password
 from autotune.study.place import BEAT_S, PLAY_OFF_OF, Place, is_gone, require_equal, this_process
+from autotune.study.sharing import Watch, close_trial, persistent, running_elsewhere
 
 # Format 1 called a prediction a forecast; up to format 2 the play-off was in the search's study, and an infeasible trial had the
 # worst feasible value. Both can be opened.
 FORMAT = 3
+CONSTRAINT = "infeasibility"
+SHARED_FORMAT = 4  # several searches write to it, and an earlier version would end the others' trials
 
 
-def connect(url: str, **options: Any) -> RDBStorage:
-    """Optuna's storage in a database."""
+def connect(url: str, **options: Any) -> BaseStorage:
+    """Optuna's storage at a URL; `options` are those of `SharedBackend.connect`, or of `RDBStorage` where searches do not share it."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return RDBStorage(url, **options)
+    warnings.filterwarnings("ignore", category=ExperimentalWarning)
+    backend = shared_backend_of(url)
+    return RDBStorage(url, **options) if backend is None else backend.connect(url, **options)
 
 
 @contextlib.contextmanager
@@ -92,42 +104,85 @@ def storage_errors(place: Place) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What all searches of a study have found by now.
+
+    Attributes:
+        trials: every finished trial, in order.
+        elsewhere: the configs that other searches run outside the play-off.
+        decides: who holds the play-off, in words, where that is another search; empty where nobody does.
+    """
+
+    trials: list[Trial]
+    elsewhere: frozenset[Config]
+    decides: str
+
+
 class Store:
     """A study opened for writing.
 
     Args:
         facts: what the search says of itself; its fingerprint must be the study's.
+        tell: called with what the user should know of the storage.
 
     Raises:
         StudyError: the storage cannot be opened, is not a study, or has another fingerprint.
     """
 
-    def __init__(self, place: Place, facts: SearchFacts) -> None:
-        warnings.filterwarnings("ignore", category=ExperimentalWarning)
-        self.place = place
-        self._running: dict[int, tuple[optuna.Study, optuna.Trial]] = {}
+    def __init__(self, place: Place, facts: SearchFacts, tell: Callable[[str], None] = lambda text: None) -> None:
+        warnings.filterwarnings("ignore", message="The constraint value is ignored")  # a trial that is finished again
+        self.place, self.tell = place, tell
+        self.is_lost = False  # the storage was waited for in vain
+        self.shared = shared_backend_of(place.url)
+        self._running: dict[int, tuple[optuna.Study, int]] = {}  # by number: the study and the trial's id
+        self._records: dict[int, Trial] = {}  # by the trial's id
+        self._next_number = 0
+        self._claim: int | None = None
+        self._is_unsure = False  # whether the storage has kept what was created last
+        self._freed: deque[str] = deque()
         self._objective = OBJECTIVES[facts.objective]
         with _opening(place):
-            self._storage = get_storage(connect(place.storage))
-            self._study = self._open(place.study, "fingerprint")
-            names = optuna.get_all_study_names(self._storage)
-            self._play_off = self._open(place.play_off, PLAY_OFF_OF) if place.play_off in names else None
-        known = self.facts
-        if "fingerprint" in self._study.user_attrs:
-            require_equal(place, known.fingerprint, facts.fingerprint)
-        now = datetime.now(UTC).isoformat()
-        self._write(known, {**vars(facts), "format": FORMAT, "no_answer": "", "searched_at": now})
-        for study in filter(None, (self._study, self._play_off)):
-            _close_what_a_dead_search_left(study)
-        shown = [trial for trial in self._kept() if trial.state is not TrialState.FAIL]
-        numbers = (_number(trial, BegunTrial.from_dict(trial.user_attrs)) for trial in shown)
-        self._next_number = 1 + max(numbers, default=-1)
+            freed = {"freed": self._note_freed} if self.shared is not None else {}
+            self._storage = get_storage(connect(place.url, **freed))
+            with self._alone():
+                self._study = self._open(place.study, "fingerprint")
+                self._play_off = self._find_play_off()
+                known = self.facts
+                if "fingerprint" in self._study.user_attrs:
+                    require_equal(place, known.fingerprint, facts.fingerprint)
+                now = datetime.now(UTC).isoformat()
+                written = SHARED_FORMAT if self.is_shared else FORMAT
+                self._write(known, {**vars(facts), "format": written, "no_answer": "", "searched_at": now})
+        self._close_what_dead_searches_left()
+        self._count(self._kept())
         self._beaten_s = time.monotonic()
+        self._watch: Watch | None = None
+        if self.shared is not None:
+            self._watch = Watch(self.shared, self._storage, self._studies, self._own)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other searches may write to the study meanwhile."""
+        return self.shared is not None
+
+    def close(self) -> None:
+        """Let the storage go."""
+        if self._watch is not None:
+            self._watch.close()
+        if self.shared is not None:
+            self.shared.close(self._storage)
+
+    def _alone(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the other searches of the study waiting."""
+        if self.shared is not None:
+            return self.shared.alone(self._storage, self.place.study)
+        return contextlib.nullcontext()
 
     def _open(self, name: str, mark: str) -> optuna.Study:
         """The study of that name, created if there is none. Our studies are recognized by the attribute `mark`."""
         study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize", load_if_exists=True)
-        if mark not in study.user_attrs and study.trials:
+        if study.trials and mark not in study.user_attrs:  # in this order: whoever shares the study marks it first
             raise StudyError(
                 f"the study {name} in {self.place.storage} was not made by autotune; use another with --study"
             )
@@ -135,14 +190,47 @@ class Store:
             study.set_metric_names([self._objective.score_name()])
         return study
 
+    def _find_play_off(self) -> optuna.Study | None:
+        """The play-off's study, where there is one by now."""
+        names = optuna.get_all_study_names(self._storage)
+        return self._open(self.place.play_off, PLAY_OFF_OF) if self.place.play_off in names else None
+
+    def _studies(self) -> list[optuna.Study]:
+        return [study for study in (self._study, self._play_off) if study is not None]
+
+    def _own(self) -> frozenset[int]:
+        """The ids of this search's running trials."""
+        claim = [] if self._claim is None else [self._claim]
+        return frozenset([trial_id for _, trial_id in tuple(self._running.values())] + claim)
+
+    def _note_freed(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        owner = BegunTrial.from_dict(trial.user_attrs).owner
+        self._freed.append(f"the search {owner.words() if owner else ''} has died; what it ran is free again")
+
+    def _close_what_dead_searches_left(self) -> None:
+        """Close the trials whose controller is gone."""
+        by_clock = self.shared is None or not self.shared.keeps_heartbeats
+        for study in self._studies():
+            for trial in running_elsewhere(study, ()):
+                if is_gone(BegunTrial.from_dict(trial.user_attrs), is_shared=self.is_shared, by_clock=by_clock):
+                    close_trial(self._storage, trial)
+
     def _kept(self) -> list[FrozenTrial]:
         """The trials of both studies."""
-        studies = filter(None, (self._study, self._play_off))
-        return [trial for study in studies for trial in study.get_trials(deepcopy=False)]
+        return [trial for study in self._studies() for trial in study.get_trials(deepcopy=False)]
+
+    def _count(self, kept: Iterable[FrozenTrial]) -> None:
+        """Take the next number above all that are taken. A search of its own gives the number of a lost trial to another one."""
+        begun = [(trial, BegunTrial.from_dict(trial.user_attrs)) for trial in kept if self._is_counted(trial)]
+        numbers = (_number(trial, about) for trial, about in begun if about.stage != DECIDING)
+        self._next_number = max(self._next_number, 1 + max(numbers, default=-1))
+
+    def _is_counted(self, trial: FrozenTrial) -> bool:
+        return self.is_shared or trial.state is not TrialState.FAIL
 
     def _study_of(self, stage: str) -> optuna.Study:
         """The study that keeps the trials of a stage; the play-off's is made when it begins."""
-        if stage != PLAY_OFF:
+        if stage not in (PLAY_OFF, DECIDING):
             return self._study
         if self._play_off is None:
             self._play_off = self._open(self.place.play_off, PLAY_OFF_OF)
@@ -150,10 +238,12 @@ class Store:
         return self._play_off
 
     @property
+    @persistent
     def facts(self) -> StudyFacts:
         """What the study keeps beside its trials."""
         return facts_of(f"{self.place.study} in {self.place.storage}", self._study.user_attrs)
 
+    @persistent
     def keep(self, **changed: Any) -> None:
         """Keep what has changed of the study's facts: fields of `StudyFacts`. Raises TypeError for another name."""
         self._write(self.facts, changed)
@@ -164,57 +254,124 @@ class Store:
             if after[name] != before[name]:
                 self._study.set_user_attr(name, after[name])
 
+    @persistent
     def trials(self) -> list[Trial]:
         """Every finished trial, in order."""
-        return trials_of(self._kept())
+        return trials_of(self._kept(), self._records)
 
-    def begin(self, proposal: Proposal, prediction: Prediction | None, space: Space) -> int:
+    @persistent
+    def look(self) -> Seen:
+        """What all searches of the study have found, and what the others do now. Tells of searches that have died."""
+        if self._play_off is None:
+            self._play_off = self._find_play_off()
+        while self._freed:
+            self.tell(self._freed.popleft())
+        return self._see(self._kept())
+
+    def _see(self, kept: Sequence[FrozenTrial]) -> Seen:
+        self._count(kept)
+        own = self._own()
+        others = [trial for trial in kept if trial.state is TrialState.RUNNING and trial._trial_id not in own]
+        begun = [BegunTrial.from_dict(trial.user_attrs) for trial in others]
+        deciding = [one.owner for one in begun if one.stage == DECIDING]
+        configs = (Config(tuple(one.config.items())) for one in begun if one.stage not in (PLAY_OFF, DECIDING))
+        return Seen(
+            trials=trials_of(kept, self._records),
+            elsewhere=frozenset(configs),
+            decides=next((owner.words() for owner in deciding if owner is not None), ""),
+        )
+
+    @persistent
+    def begin(
+        self, proposal: Proposal, prediction: Prediction | None, space: Space, *, num_known: int | None = None
+    ) -> int | None:
         """Open a trial for a proposal and record it before it runs, so that a search that dies leaves evidence.
 
+        Args:
+            num_known: how many finished trials of its config outside the play-off the proposer knew of.
+
         Returns:
-            The trial's number, which `finish` and `fail` take. It counts over search and play-off together.
+            The trial's number, which `finish` and `fail` take. It counts over search and play-off together. None where another search
+            runs the config now, or has probed it since.
         """
-        number, self._next_number = self._next_number, self._next_number + 1
-        begun = BegunTrial(
-            number=number,
-            config=proposal.config.as_dict(),
-            stage=proposal.stage,
-            reason=proposal.reason or (prediction.reason if prediction else ""),
-            prediction=prediction,
-            round=proposal.round,
-            owner=this_process(),
-            seen_at_s=time.time(),
-        )
-        study = self._study_of(proposal.stage)
+        with self._alone():
+            if self.shared is not None:
+                kept = self._kept()
+                if self._is_unsure and (number := self._adopt(proposal, kept)) is not None:
+                    return number
+                seen = self._see(kept)
+                if proposal.stage != PLAY_OFF and _is_taken(proposal.config, num_known, seen):
+                    return None
+            number, self._next_number = self._next_number, self._next_number + 1
+            begun = BegunTrial(
+                number=number,
+                config=proposal.config.as_dict(),
+                stage=proposal.stage,
+                reason=proposal.reason or (prediction.reason if prediction else ""),
+                prediction=prediction,
+                round=proposal.round,
+                owner=this_process(),
+                seen_at_s=time.time(),
+            )
+            study = self._study_of(proposal.stage)
+            trial_id = self._create(study, begun, space.params(proposal.config), distributions_of(space))
+            self._running[number] = study, trial_id
+            return number
+
+    def _create(
+        self, study: optuna.Study, begun: BegunTrial, params: dict[str, Any], distributions: dict[str, BaseDistribution]
+    ) -> int:
+        """Create a running trial, and show that its search is alive. Returns the trial's id."""
         opened = create_trial(
-            state=TrialState.RUNNING,
-            params=space.params(proposal.config),
-            distributions=distributions_of(space),
-            user_attrs=begun.to_dict(),
+            state=TrialState.RUNNING, params=params, distributions=distributions, user_attrs=begun.to_dict()
         )
+        self._is_unsure = True
         # a single commit, which takes a disk 20 ms; `ask` makes one for each parameter
         trial_id = self._storage.create_new_trial(self._storage.get_study_id_from_name(study.study_name), opened)
-        self._running[number] = study, optuna.Trial(study, trial_id)
+        if self.shared is not None:
+            self.shared.beat(self._storage, [trial_id])
+        self._is_unsure = False
+        return trial_id
+
+    def _adopt(self, proposal: Proposal, kept: Iterable[FrozenTrial]) -> int | None:
+        """Take up the trial that an attempt before left, which did not learn that the storage has it. Further ones are closed."""
+        here, own, wanted = this_process(), self._own(), proposal.config.as_dict()
+        left = []
+        for trial in kept:
+            if trial.state is not TrialState.RUNNING or trial._trial_id in own:
+                continue
+            begun = BegunTrial.from_dict(trial.user_attrs)
+            if begun.owner == here and begun.stage == proposal.stage and begun.config == wanted:
+                left.append((_number(trial, begun), trial._trial_id))
+        for _, trial_id in left[1:]:
+            self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+        if not left:
+            return None
+        number, trial_id = left[0]
+        self._running[number] = self._study_of(proposal.stage), trial_id
         return number
 
     def beat(self) -> None:
-        """Record that the controller of the running trials is alive. May be called often: it writes only every `BEAT_S` seconds."""
+        """Record that the controller of the running trials is alive, where the storage keeps no heartbeats. May be called often: it
+        writes only every `BEAT_S` seconds.
+        """
         now_s = time.monotonic()
-        if now_s - self._beaten_s > BEAT_S:
+        if now_s - self._beaten_s > BEAT_S and (self.shared is None or not self.shared.keeps_heartbeats):
             self._beaten_s = now_s
-            for _, trial in self._running.values():
-                trial.set_user_attr("seen_at_s", time.time())
+            for trial_id in self._own():
+                self._storage.set_trial_user_attr(trial_id, "seen_at_s", time.time())
 
+    @persistent
     def finish(self, number: int, outcome: Outcome, objective: Objective, *, disturbed: bool) -> Trial:
         """Record an outcome. An infeasible trial, too, becomes COMPLETE, with a constraint and the objective's worst score.
 
-        Samplers do not see trials marked as failed, and would propose the same config again.
+        Samplers do not see trials marked as failed, and would propose the same config again. Where another search has freed the trial
+        meanwhile, because nothing was heard of this one, the outcome is kept in another trial of the same number.
         """
-        study, trial = self._running.pop(number)
+        study, trial_id = self._running[number]
         infeasibility = objective.infeasibility(outcome)
         feasible = infeasibility <= 0
         score = objective.score(outcome) if feasible else objective.worst()
-        trial.set_constraint("infeasibility", infeasibility)
         ended = EndedTrial(
             ended="over the limit" if outcome.ok and not feasible else str(outcome.kind),
             score=score,
@@ -223,15 +380,78 @@ class Store:
             peak_bytes=outcome.measurement.peak_bytes if outcome.measurement else None,
             outcome=outcome,
         )
-        for key, value in ended.to_dict().items():
-            trial.set_user_attr(key, value)
-        return trial_of(study.tell(trial, score))
+        try:
+            optuna.Trial(study, trial_id).set_constraint(CONSTRAINT, infeasibility)
+            for key, value in ended.to_dict().items():
+                self._storage.set_trial_user_attr(trial_id, key, value)
+            self._storage.set_trial_state_values(trial_id, TrialState.COMPLETE, [score])
+        except UpdateFinishedTrialError:  # an attempt before, or another search, has closed it
+            pass
+        told = self._storage.get_trial(trial_id)
+        if told.state is TrialState.FAIL:
+            told = self._tell_again(study, told, ended, infeasibility)
+        self._running.pop(number)
+        self._records[told._trial_id] = trial_of(told)
+        return self._records[told._trial_id]
 
+    def _tell_again(
+        self, study: optuna.Study, freed: FrozenTrial, ended: EndedTrial, infeasibility: float
+    ) -> FrozenTrial:
+        """Keep the outcome of a trial that was freed, once."""
+        number = freed.user_attrs["number"]
+        with self._alone():
+            told = [trial for trial in study.get_trials(deepcopy=False) if trial.state is TrialState.COMPLETE]
+            if same := [trial for trial in told if trial.user_attrs["number"] == number]:
+                return same[0]
+            again = create_trial(
+                value=ended.score,
+                params=freed.params,
+                distributions=freed.distributions,
+                user_attrs={**freed.user_attrs, **ended.to_dict()},
+                constraints={CONSTRAINT: infeasibility},
+            )
+            study_id = self._storage.get_study_id_from_name(study.study_name)
+            return self._storage.get_trial(self._storage.create_new_trial(study_id, again))
+
+    @persistent
     def fail(self, number: int, reason: str) -> None:
         """Close a trial that the user or a fault of the machine cut short."""
-        study, trial = self._running.pop(number)
-        trial.set_user_attr("fault", reason)
-        study.tell(trial, state=TrialState.FAIL)
+        _, trial_id = self._running[number]
+        with contextlib.suppress(UpdateFinishedTrialError):  # closed by an attempt before, or by another search
+            self._storage.set_trial_user_attr(trial_id, "fault", reason)
+            self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+        self._running.pop(number)
+
+    @persistent
+    def take_play_off(self) -> bool:
+        """Whether the play-off is this search's to hold. One search of a study holds it; if that dies, another may."""
+        if self.shared is None or self._claim is not None:
+            return True
+        with self._alone():
+            study, here = self._study_of(DECIDING), this_process()
+            for trial in running_elsewhere(study, self._own()):
+                begun = BegunTrial.from_dict(trial.user_attrs)
+                if begun.stage == DECIDING and begun.owner == here and self._is_unsure:  # of an attempt before
+                    self._claim = trial._trial_id
+                    return True
+                if begun.stage == DECIDING:
+                    return False
+            begun = BegunTrial(stage=DECIDING, owner=here, seen_at_s=time.time())
+            self._claim = self._create(study, begun, {}, {})
+            return True
+
+    def leave_play_off(self) -> None:
+        """Let another search hold the play-off. Where the storage does not answer, it learns that from the missing heartbeats."""
+        if self._claim is not None:
+            claim, self._claim = self._claim, None
+            with contextlib.suppress(SQLAlchemyError, OptunaError):
+                self._storage.set_trial_state_values(claim, TrialState.PRUNED)
+
+
+def _is_taken(config: Config, num_known: int | None, seen: Seen) -> bool:
+    """Whether another search runs a config, or has probed it since the proposer looked."""
+    probed = sum(trial.config == config and not trial.in_play_off for trial in seen.trials)
+    return config in seen.elsewhere or (num_known is not None and probed > num_known)
 
 
 def distributions_of(space: Space) -> dict[str, BaseDistribution]:
@@ -250,21 +470,18 @@ def distributions_of(space: Space) -> dict[str, BaseDistribution]:
     return found
 
 
-def _close_what_a_dead_search_left(study: optuna.Study) -> None:
-    """Close the trials whose controller is gone. Optuna's own heartbeats do not work with ask and tell, nor look at processes."""
-    for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-        if not is_gone(BegunTrial.from_dict(trial.user_attrs)):
-            continue
-        if "outcome" in trial.user_attrs:  # measured, and not yet told
-            study.tell(trial.number, EndedTrial.from_dict(trial.user_attrs).score)
-        else:
-            study.tell(trial.number, state=TrialState.FAIL)
+def trials_of(trials: Iterable[FrozenTrial], known: dict[int, Trial] | None = None) -> list[Trial]:
+    """The records of the trials that are finished, in the order in which they were begun.
 
-
-def trials_of(trials: Iterable[FrozenTrial]) -> list[Trial]:
-    """The records of the trials that are finished, in the order in which they were begun."""
-    finished = (trial_of(trial) for trial in trials if trial.state is TrialState.COMPLETE)
-    return sorted(finished, key=lambda trial: trial.number)
+    Args:
+        known: records by the trial's id, which are not read again; new ones are added.
+    """
+    records = {} if known is None else known
+    finished = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    for trial in finished:
+        if trial._trial_id not in records:
+            records[trial._trial_id] = trial_of(trial)
+    return sorted((records[trial._trial_id] for trial in finished), key=lambda trial: trial.number)
 
 
 def trial_of(trial: FrozenTrial) -> Trial:
@@ -301,7 +518,7 @@ def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:
     Raises:
         StudyError: a later version wrote it.
     """
-    require_readable(f"the study {study}", attributes.get("format", 1), FORMAT)
+    require_readable(f"the study {study}", attributes.get("format", 1), SHARED_FORMAT)
     return StudyFacts.from_dict(attributes)
 
 
@@ -314,8 +531,9 @@ def keep_recheck(url: str, study: str, recheck: Recheck) -> None:
     Raises:
         StudyError: the storage cannot be written.
     """
-    with opening_errors(url, "written", "a database that this user may write to"):
-        kept = optuna.load_study(study_name=study, storage=connect(url))
+    expected = "a database that this user may write to"
+    with opening_errors(without_password(url), "written", expected), _borrowed(url) as storage:
+        kept = optuna.load_study(study_name=study, storage=storage)
         known = facts_of(study, kept.user_attrs).rechecks
         kept.set_user_attr("rechecks", [one.to_dict() for one in (*known, recheck)])
 
@@ -328,11 +546,41 @@ def stored_facts(place: Place) -> StudyFacts | None:
     """
     if place.file is not None and not place.file.exists():
         return None
-    with _opening(place), contextlib.suppress(KeyError):  # no such study
-        attributes = optuna.load_study(study_name=place.study, storage=connect(place.storage)).user_attrs
+    with _opening(place), _borrowed(place.url) as storage, contextlib.suppress(KeyError):  # no such study
+        attributes = optuna.load_study(study_name=place.study, storage=storage).user_attrs
         if "fingerprint" in attributes:
             return facts_of(f"{place.study} in {place.storage}", attributes)
     return None
+
+
+def agree_on_limit(place: Place, memory_limit_bytes: int) -> int:
+    """The memory limit of a study that several searches may begin at the same instant: the first one's.
+
+    Args:
+        memory_limit_bytes: what this search would take.
+
+    Raises:
+        StudyError: the storage cannot be opened.
+    """
+    backend = shared_backend_of(place.url)
+    if backend is None:
+        return memory_limit_bytes
+    with _opening(place), _borrowed(place.url) as storage, backend.alone(storage, place.study):
+        study = optuna.create_study(study_name=place.study, storage=storage, direction="maximize", load_if_exists=True)
+        agreed: int = study.user_attrs.get("memory_limit_bytes", memory_limit_bytes)
+        study.set_user_attr("memory_limit_bytes", agreed)
+        return agreed
+
+
+@contextlib.contextmanager
+def _borrowed(url: str) -> Iterator[BaseStorage]:
+    """The storage for a moment."""
+    backend, storage = shared_backend_of(url), connect(url)
+    try:
+        yield storage
+    finally:
+        if backend is not None:
+            backend.close(storage)
 
 
 def _cause(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from autotune.study.history import History
 from autotune.tuning import why
 from autotune.tuning.confirm import near_the_best
 from autotune.tuning.state import Search
+from autotune.tuning.together import wait_for, wait_for_others
 from autotune.units import format_seconds, plural
 
 UNDONE = 2  # probes for which time is kept, to undo the changes that are predicted to matter most
@@ -82,10 +83,12 @@ def _probe_baseline(search: Search, reason: str) -> None:
     history, faults = search.history, -1
     while search.num_faults != faults:
         faults = search.num_faults
+        wait_for(search, history.space.baseline)
         if search.interrupted() or not history.admissible()(history.space.baseline):
             return
         with search.nothing_left_running():
-            search.start(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason), alone=True)
+            if not search.start(Proposal(config=history.space.baseline, stage=BASELINE, reason=reason), alone=True):
+                faults = -1  # another search was faster
             _trace_beside(search)
             while search.is_running:
                 search.finish_next()
@@ -102,13 +105,16 @@ def explore(search: Search, proposer: Proposer, *, while_worth: bool = False) ->
         while True:
             _trace_between(search)
             _trace_beside(search)
+            search.catch_up()
             while _may_start_another(search) and not why.is_hopeless(history, search.cost_model):
                 if (proposal := proposer.propose(history)) is None or (while_worth and not _pays(search, proposal)):
                     break
                 _compare_baseline(search)  # only where another probe is to come, which runs beside it
                 search.start(proposal)
             if not search.is_running:
-                return
+                if not wait_for_others(search):
+                    return
+                continue
             _end_if_everything_fails_alike(history, search.finish_next())
 
 
@@ -123,7 +129,7 @@ def _pays(search: Search, proposal: Proposal) -> bool:
 def _compare_baseline(search: Search) -> None:
     """Start the baseline once more, alone or beside other probes, where that is needed to know what these cost it."""
     baseline, known = search.history.space.baseline, search.history.baseline
-    if known is None or not known.ok or baseline in search.history.running or not (how := search.at_once.wants()):
+    if known is None or not known.ok or baseline in search.history.in_flight or not (how := search.at_once.wants()):
         return
     reason = (
         "alone once more: processes differ, too" if how == "alone" else "beside other probes: does that slow it down?"

@@ -33,7 +33,7 @@ from autotune.space import Space, build_space, require_possible, trained_beside
 from autotune.study.history import History
 from autotune.study.place import Place, lock_study, place_of, require_comparable
 from autotune.study.priors import PriorStore
-from autotune.study.store import Store, storage_errors, stored_facts
+from autotune.study.store import Store, agree_on_limit, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
@@ -77,6 +77,16 @@ class Kept:
     own: Place
     earlier: StudyFacts | None
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of where the search is kept."""
+        found = [self.place.note] if self.place.note else []
+        if self.own.beside:
+            found.append(
+                f"the study {self.own.beside} has another memory limit; this search is kept beside it, in {self.place.study!r}"
+            )
+        return found
+
     def agree(self, options: SearchOptions, free_bytes: int, *, environment: bool) -> Fingerprint:
         """What must be equal for measurements to be comparable, as far as it is known before the model is imported.
 
@@ -90,6 +100,8 @@ class Kept:
         """
         limit_bytes = options.memory_limit_bytes
         earlier_bytes = self.earlier.fingerprint.memory_limit_bytes if self.earlier else None
+        if limit_bytes is None and earlier_bytes is None:
+            earlier_bytes = agree_on_limit(self.place, free_bytes)
         if limit_bytes is None and earlier_bytes is not None and earlier_bytes > 1.1 * free_bytes:
             study = (self.place if self.stored else self.own).study
             raise StudyError(
@@ -175,10 +187,8 @@ def open_search(
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(listener.tell))
         kept = stack.enter_context(lock_places(options, source, runner, fixed, techniques, found))
-        if kept.own.beside:
-            listener.tell(
-                f"the study {kept.own.beside} has another memory limit; this search is kept beside it, in {kept.place.study!r}"
-            )
+        for note in kept.notes:
+            listener.tell(note)
         if runner is None:
             assert source is not None
             runner = _local_runner(source, options, kept.place, found)
@@ -189,7 +199,9 @@ def open_search(
             _require_figure(options, slots)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
             asked = kept.options_to_repeat(options, source)
-            if not kept.earlier:  # the cache of a deleted study: how long compiling takes is measured without it
+            if (
+                not kept.earlier and not kept.place.is_shared
+            ):  # the cache of a deleted study: how long compiling takes is measured without it
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
@@ -210,6 +222,7 @@ def open_search(
         search.beside_one_device = beside_one_device and search.inspection.baseline_alone is not None
         for note in runner.notes[len(known) :]:  # of the inspection
             search.warn(note)
+        stack.callback(search.store.close)
         stack.enter_context(search.tracing)
         interruption.is_ready = True
         yield search
@@ -296,7 +309,7 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
             search.priors,
             is_beside=True,
         )
-        with other.tracing:
+        with contextlib.closing(other.store), other.tracing:
             yield other
 
 
@@ -336,7 +349,7 @@ def _open_over(
     others = trained_beside(inspection, space.techniques, **wanted) if not is_beside else []
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
-    store = Store(kept.place, kept.facts(options, inspection, space, agreed, asked, runner.stated.model))
+    store = Store(kept.place, kept.facts(options, inspection, space, agreed, asked, runner.stated.model), listener.warn)
     history = _history(store, space, options, limit_bytes, train_samples, budget)
     listener.on(SearchStarted.of(kept.place, inspection, history, budget.budget_s))
     warnings = _warnings(inspection, options)

@@ -6,7 +6,6 @@ The verdict is decided here alone, so that its word, its interval and its confir
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autotune.devices import capabilities_of
@@ -16,16 +15,14 @@ from autotune.prediction.time import Roofline
 from autotune.records.config import Config
 from autotune.records.measured import Measured, Rival, front_of
 from autotune.records.outcome import Outcome
-from autotune.records.result import Compiling, Cost, EnergyUse, Goal, Money, PlayOffOutcome, Reasons, Result, Subject
+from autotune.records.result import Compiling, EnergyUse, Goal, Money, PlayOffOutcome, Reasons, Result, Subject
 from autotune.records.scaling import Scaling
-from autotune.records.study import Trial
 from autotune.study.caches import RecheckCache
 from autotune.study.figures import measured as measured_by
 from autotune.study.figures import undisturbed, unrest
 from autotune.study.history import History
 from autotune.tuning import why
 from autotune.tuning.anytime import answer_so_far
-from autotune.tuning.budget import Budget
 from autotune.tuning.cautions import Answer, cautions
 from autotune.tuning.clearance import Clearance
 from autotune.tuning.entrant import Ratio, Standing
@@ -141,7 +138,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         energy=_energy(search, measured, outcomes, None if is_baseline else played, later),
         money=_money(search, measured, baseline),
         one_device=one_device_of(search, answer, measured, baseline, later),
-        cost=_cost(history.trials, search.budget),
+        cost=search.cost(),
         storage=search.store.place.storage,
         study=search.store.place.study,
         subject=_subject(search),
@@ -241,18 +238,6 @@ def _money(search: Search, answer: Measured, baseline: Measured | None) -> Money
         baseline_per_million_samples=None
         if baseline is None
         else price.of(MILLION, baseline.samples_per_s, num_devices),
-    )
-
-
-def _cost(trials: Sequence[Trial], budget: Budget) -> Cost:
-    wall_s, spent_s = budget.elapsed_s, budget.spent_s
-    return Cost(
-        probes=len(trials),
-        outcomes=dict(Counter(str(trial.outcome.kind) for trial in trials)),
-        train_s=sum(trial.outcome.spent_training_s for trial in trials),
-        wall_s=wall_s,
-        first_probe_s=budget.first_probe_s,
-        split_s={**spent_s, "other": wall_s - sum(spent_s.values())},
     )
 
 

@@ -35,6 +35,7 @@ from autotune.tuning.opening import open_search, open_search_beside
 from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend
 from autotune.tuning.state import Search
 from autotune.tuning.teaching import leave_priors
+from autotune.tuning.together import hold_play_off
 from autotune.units import format_seconds
 
 SHARE = 0.4  # of the time left: for a play-off that is held while there still is something to try
@@ -81,7 +82,7 @@ def answer(search: Search) -> Result:
     killed = False
     try:
         standing = find(search, clearance)
-        result = recommend(search, clearance, standing)
+        result = search.answered or recommend(search, clearance, standing)
         if result is None and not search.interrupted():
             raise NothingFeasible(why.nothing(search.history, search.cost_model, search.inspection, search.refused))
     except AutotuneError as error:
@@ -90,6 +91,8 @@ def answer(search: Search) -> Result:
     except KeyboardInterrupt:  # a second Ctrl-C: the running probe is killed
         killed = True
         result = recommend(search, clearance, None)
+    finally:
+        search.store.leave_play_off()
     if not killed:
         leave_priors(search, result)
     if result is not None:
@@ -107,8 +110,8 @@ def find(search: Search, clearance: Clearance) -> Standing | None:
     then did not need; and, for what was not tried yet, where nothing beats the baseline.
 
     Returns:
-        How the last play-off ended; None if no config ran within the limits, or no round of it was completed, because of an
-        interrupt or for lack of time.
+        How the last play-off ended; None if no config ran within the limits, no round of it was completed, because of an
+        interrupt or for lack of time, or another search of the study has answered meanwhile.
     """
     clearance.bar_known()
     _baseline(search)
@@ -118,6 +121,8 @@ def find(search: Search, clearance: Clearance) -> Standing | None:
         num_searched = len(search.history.searched)
         search.budget.keeps_checks = search.inspection.comparable
         _explore(search, proposer, untried=last is not None and last.baseline_won)
+        if not search.interrupted() and not hold_play_off(search):
+            return None
         proposer = _check(search, clearance, proposer)
         search.budget.keeps_checks = False
         is_settled = last is not None and last.is_settled

@@ -6,7 +6,7 @@ A trial begins, the config is probed, and the outcome goes to the study, the his
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +20,7 @@ from autotune.records.device import NOT_MEASURED, Calibration
 from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Bound, Kind, Outcome, calmer
+from autotune.records.result import Cost, Result
 from autotune.records.study import BASELINE, PLAY_OFF, Neighbours, Prediction, Proposal, Trial
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import NoSlotLeft, ProbeFault, Runner, SlotLost
@@ -80,6 +81,7 @@ class Search:
         warnings: the warnings of the answer.
         play_off: None before it was opened.
         refused: what did not pass its comparison with plain fp32, each with the reason.
+        answered: the answer of another search of the study, which held the play-off; None where this one did.
         others: what else of the task is to be trained, each to be ranked by a search of its own.
         beside_one_device: whether one device is measured beside those that train together.
         priors: what earlier studies left, and this one will; None where nothing is remembered.
@@ -102,6 +104,7 @@ class Search:
     warnings: list[str] = field(default_factory=list)
     play_off: PlayOff | None = None
     refused: list[str] = field(default_factory=list)
+    answered: Result | None = None
     others: Sequence[Mapping[str, Choice]] = ()
     beside_one_device: bool = False
     num_faults: int = 0
@@ -129,6 +132,18 @@ class Search:
         """A proposer of what no probe has run yet."""
         return Untried(self.cost_model)
 
+    def cost(self) -> Cost:
+        """What the search has cost so far. Trials of other searches of the study count, their time does not."""
+        trials, wall_s, spent_s = self.history.trials, self.budget.elapsed_s, self.budget.spent_s
+        return Cost(
+            probes=len(trials),
+            outcomes=dict(Counter(str(trial.outcome.kind) for trial in trials)),
+            train_s=sum(trial.outcome.spent_training_s for trial in trials),
+            wall_s=wall_s,
+            first_probe_s=self.budget.first_probe_s,
+            split_s={**spent_s, "other": wall_s - sum(spent_s.values())},
+        )
+
     def warn(self, text: str) -> None:
         """Warn the user now and in the answer. A repeated warning is given once."""
         if text not in self.warnings:
@@ -151,7 +166,7 @@ class Search:
         """Run one proposal to its end, as `start` begins it. None if the machinery failed, or time was up before there was a finding."""
         found = None
         with self.nothing_left_running():
-            self.start(proposal, settings, slot, alone=True)
+            self.start(proposal, settings, slot, alone=True)  # where it is not begun, nothing runs
             while self.is_running:
                 found = self.finish_next()
         return found
@@ -171,8 +186,11 @@ class Search:
 
     def start(
         self, proposal: Proposal, settings: ProbeSettings | None = None, slot: str = "", *, alone: bool = False
-    ) -> None:
+    ) -> bool:
         """Begin a trial for a proposal, and submit it as soon as there is a slot.
+
+        Returns:
+            Whether it was begun: another search of the study may run the config by now, or have probed it.
 
         Args:
             settings: the play-off's; by default the search's, paced by the budget.
@@ -187,7 +205,11 @@ class Search:
         setup_s = COMPILING_PATIENCE * self.history.setup_s(proposal.config)
         settings = settings.replace(timeout_s=settings.timeout_s + setup_s)
         prediction = None if in_play_off else self.cost_model.predict(self.history, proposal.config)
-        number = self.store.begin(proposal, prediction, self.history.space)
+        num_known = sum(trial.config == proposal.config for trial in self.history.searched)
+        number = self.store.begin(proposal, prediction, self.history.space, num_known=num_known)
+        if number is None:
+            self.catch_up()
+            return False
         if self.budget.first_probe_s is None:
             self.budget.first_probe_s = self.budget.elapsed_s
         alone = alone or self.at_once.runs_alone(proposal.config, self.history.space, self.inspection.device.name)
@@ -204,6 +226,26 @@ class Search:
             )
         )
         self._submit_waiting()
+        return True
+
+    def catch_up(self) -> None:
+        """Take in what other searches of the study have found, and tell it as if it were this one's."""
+        if not self.store.is_shared:
+            return
+        seen = self.store.look()
+        for trial in self.history.catch_up(seen.trials, seen.elsewhere):
+            self._tell_ended(trial)
+
+    def _tell_ended(self, trial: Trial) -> None:
+        best, chance = answer_so_far(self.history, self.cost_model, self.play_off)
+        ended = ProbeEnded(
+            trial=trial,
+            best=best,
+            baseline=self.history.baseline,
+            elapsed_s=self.budget.elapsed_s,
+            chance=chance,
+        )
+        self.listener.on(ended)
 
     @property
     def left_s(self) -> float:
@@ -401,15 +443,7 @@ class Search:
             if told := self.at_once.note_baseline(outcome):
                 self.warn(told)
             self._keep_neighbours(self.at_once.found)
-        best, chance = answer_so_far(self.history, self.cost_model, self.play_off)
-        ended = ProbeEnded(
-            trial=trial,
-            best=best,
-            baseline=self.history.baseline,
-            elapsed_s=self.budget.elapsed_s,
-            chance=chance,
-        )
-        self.listener.on(ended)
+        self._tell_ended(trial)
         return trial
 
     def _fault(self, lost: list[Flight], fault: ProbeFault) -> None:

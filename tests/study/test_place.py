@@ -22,7 +22,7 @@ from autotune.study.place import lock_study, place_of
 from autotune.study.reading import load_study
 from tests.closed_form import ClosedFormRunner, make_search
 
-SERVER = "postgresql://host/autotune"
+SERVER = "mysql+pymysql://host/autotune"
 
 
 @pytest.mark.parametrize("storage", ["some.db", SERVER])

@@ -1,0 +1,129 @@
+"""PostgreSQL: a server for searches on several machines, with Optuna's heartbeats, which the server's own clock times."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, RDBStorage
+from sqlalchemy import create_engine, text
+from sqlalchemy.engine import URL, Engine, make_url
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.pool import NullPool
+
+from autotune.errors import StudyError
+from autotune.study.backends.base import Freed, SharedBackend, without_password
+
+SCHEMA = "the tables"
+
+# libpq's: a server that does not answer is given up after seconds, not after the kernel's hours
+CONNECTION: dict[str, Any] = {
+    "connect_timeout": 5,  # s
+    "keepalives_idle": 5,  # s
+    "keepalives_interval": 2,  # s
+    "keepalives_count": 3,
+    "tcp_user_timeout": 10_000,  # ms
+}
+# The server's, for each connection: a search that stops between two statements must not keep the others waiting. A heartbeat is kept
+# without its zone, so all have to write it in one.
+SESSION = (
+    "SET TIME ZONE 'UTC'",
+    "SET lock_timeout = '10s'",
+    "SET statement_timeout = '30s'",
+    "SET idle_in_transaction_session_timeout = '10s'",
+    "SET tcp_keepalives_idle = 5",
+    "SET tcp_keepalives_interval = 2",
+    "SET tcp_keepalives_count = 3",
+)
+# A search that dies between a trial's first commit and its first heartbeat would keep the trial for ever.
+FIRST_HEARTBEATS = text(
+    "INSERT INTO trial_heartbeats (trial_id, heartbeat) SELECT trial_id, CURRENT_TIMESTAMP FROM trials "
+    "WHERE state = 'RUNNING' AND NOT EXISTS (SELECT 1 FROM trial_heartbeats beats WHERE beats.trial_id = trials.trial_id) "
+    "ON CONFLICT DO NOTHING"
+)
+LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
+
+
+class Postgres(SharedBackend):
+    """Studies on a PostgreSQL server."""
+
+    name = "postgresql"
+    example = "postgresql+psycopg://USER@HOST/DATABASE"
+    purpose = "a server; pip install 'autotune-torch[postgres]'"
+    keeps_heartbeats = True
+
+    def connect(self, url: str, *, freed: Freed | None = None, must_exist: bool = False) -> BaseStorage:
+        written = _written(url)
+        options: dict[str, Any] = {
+            "engine_kwargs": {**_engine_options(), "pool_pre_ping": True},
+            "heartbeat_interval": self.beat_s,
+            "grace_period": self.gone_after_s,
+            "heartbeat_stale_trial_callback": freed,
+            "skip_table_creation": must_exist,
+        }
+        try:
+            if must_exist:
+                return RDBStorage(written, **options)
+            engine = create_engine(written, poolclass=NullPool, **_engine_options())
+            with _alone(engine, SCHEMA):  # two searches that start at once would both create them
+                return RDBStorage(written, **options)
+        except ImportError as error:
+            raise StudyError(
+                f"the storage {without_password(url)} needs psycopg, which cannot be imported ({error.__cause__ or error}); "
+                "`pip install 'autotune-torch[postgres]'` adds it"
+            ) from None
+
+    def alone(self, storage: BaseStorage, study: str) -> contextlib.AbstractContextManager[None]:
+        return _alone(_database(storage).engine, study)
+
+    def may_pass(self, error: BaseException) -> bool:
+        while isinstance(error, StorageInternalError) and error.__cause__ is not None:
+            error = error.__cause__
+        is_cut = isinstance(error, DBAPIError) and error.connection_invalidated
+        return is_cut or isinstance(error, OperationalError | InterfaceError)
+
+    def beat(self, storage: BaseStorage, trial_ids: Collection[int]) -> None:
+        database = _database(storage)
+        for trial_id in trial_ids:
+            database.record_heartbeat(trial_id)
+        with database.engine.begin() as connection:
+            connection.execute(FIRST_HEARTBEATS)
+
+    def close(self, storage: BaseStorage) -> None:
+        database = _database(storage)
+        database.remove_session()
+        database.engine.dispose()
+
+
+def _written(url: str) -> str:
+    """The URL with the driver that is meant, whichever it names."""
+    parsed: URL = make_url(url).set(drivername="postgresql+psycopg")
+    return parsed.render_as_string(hide_password=False)
+
+
+def _engine_options() -> dict[str, Any]:
+    return {"connect_args": CONNECTION, "pool_events": [(_begin_session, "connect")]}
+
+
+def _begin_session(connection: Any, record: object) -> None:
+    with connection.cursor() as cursor:
+        for setting in SESSION:
+            cursor.execute(setting)
+    connection.commit()  # else the settings go with the first transaction that is undone
+
+
+@contextlib.contextmanager
+def _alone(engine: Engine, name: str) -> Iterator[None]:
+    """Hold the server's lock of that name for as long as a transaction of its own is open."""
+    with engine.begin() as connection:
+        connection.execute(LOCK, {"name": f"autotune {name}"})
+        yield
+
+
+def _database(storage: BaseStorage) -> RDBStorage:
+    """The database behind Optuna's cache."""
+    found = getattr(storage, "_backend", storage)
+    assert isinstance(found, RDBStorage)
+    return found
