@@ -9,7 +9,7 @@ from autotune.records.config import BATCH_KEYS
 from autotune.records.measured import Measured, OneDevice
 from autotune.records.result import Result
 from autotune.records.scaling import OnDevices, Scaling
-from autotune.report.figures import interval, is_wide, measured_rate, role_of, times
+from autotune.report.figures import NOISY, interval, is_wide, measured_rate, role_of, times
 from autotune.report.sections import Cell, Paragraph, Section, Span, Table, Tone, table
 from autotune.techniques import Techniques
 from autotune.units import format_bytes, plural
@@ -83,11 +83,12 @@ def _gain(ratio: float, low: float, high: float) -> str:
 
 
 def _efficiency(efficiency: float | None, ends: tuple[float, float] | None) -> str:
-    """`91% (88% to 94%)`; a dash where it is not known."""
+    """`91% (88% to 94%)`, `91% noisy`; a dash where it is not known."""
     if efficiency is None or ends is None:
         return "-"
     low, high = ends
-    return f"{efficiency:.0%} ({low:.0%} to {high:.0%})"
+    sure = NOISY if is_wide(low, high) else f"({low:.0%} to {high:.0%})"
+    return f"{efficiency:.0%} {sure}"
 
 
 def _table(rows: list[tuple[Cell, ...]]) -> Table:

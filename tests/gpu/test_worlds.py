@@ -97,7 +97,9 @@ def test_a_search_leaves_what_communicators_took_for_those_after_it(tmp_path: Pa
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
         return json.loads(done.stdout)
 
-    booked = said("search", "net.py", *limits)["baseline"]
+    found = said("search", "net.py", *limits)
+    booked, alone = found["baseline"], found["one_device"]
+    assert 0 < alone["peak_bytes"] < booked["peak_bytes"], alone["failure"]  # nothing is kept there to talk to others
     predicted = said("predict", "net.py", "--config", json.dumps(config))
     assert predicted["communicators"]["measured"] == [[1, NCCL_BYTES]]
     assert predicted["config"]["peak_bytes"] == pytest.approx(booked["peak_bytes"], rel=0.01)

@@ -106,6 +106,7 @@ def test_why_one_device_has_no_figures_is_one_sentence() -> None:
 
 def test_a_ratio_that_noise_hides_is_told_as_such() -> None:
     wide = OneDevice(**measured(ALONE, 100.0), **{**FOUND, "efficiency_ci": (0.4, 1.5)})
+    assert "90% noisy" in told(wide)
     assert "The baseline trains 1.80x (too noisy to tell more) as fast on 2 as on 1." in told(wide)
 
 
