@@ -25,7 +25,7 @@ from autotune.devices import TYPES, capabilities_of, require_linux
 from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
-from autotune.devices.linux import PROC
+from autotune.devices.linux import PROC, end_with_parent
 from autotune.devices.slots import NEARLY_FREE
 from autotune.errors import AutotuneError, ConfigError, DeviceError, first_line, in_one_line
 from autotune.records.config import World
@@ -153,6 +153,7 @@ class RayStation(Station):
 
     def __init__(self) -> None:
         super().__init__()
+        end_with_parent()  # a node that is killed leaves its actors behind
         self.notes = undo_for_workers()
 
     def whereabouts(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -306,6 +307,8 @@ def connect(address: str) -> Iterator[Any]:
                 f"and Python are those of this process ({ray.__version__}), or none for a Ray on this machine alone"
             ) from error
         stack.callback(ray.shutdown)
+        # Ray tells on stdout, where the answer goes, what befalls its nodes
+        stack.enter_context(mock.patch.object(ray._private.worker, "print_to_stdstream", create=True))
         signal.signal(signal.SIGTERM, handler)
         yield ray
 

@@ -31,11 +31,15 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.logs import Logs
 from autotune.runners.runner import Finished, ProbeFault, Stated
 from autotune.task.parcel import Parcel
+from autotune.units import format_bytes
 from autotune.version import __version__
 
 POLL_S = 0.2  # a station says at least so often how far its job has come
 SILENCE_S = 30.0  # a station that has said nothing for so long is lost
 STOP_S = 15.0  # for a station to end what it runs
+LEAST_FREE_BYTES = (
+    2**20
+)  # of the disk that a station works on: what prints may fail with less, which is no config's fault
 START_S = 30.0  # beyond the time for imports, until a station must have loaded the task
 
 
@@ -174,11 +178,14 @@ class Station:
         assert self._runner is not None
         if ticket != self._ticket:
             self._ticket, self._last = ticket, None
+            self._require_room()
             self._own_ticket = self._runner.submit(job)
         self._host.put_beside(self._own_ticket, beside)
         finished = self._runner.collect(POLL_S)
         if finished is None:
             return News(progress=self._runner.progress(self._own_ticket), found=self._runner.found(self._own_ticket))
+        if isinstance(finished.result, Outcome) and not finished.result.ok:
+            self._require_room()
         return News(
             finished=True,
             result=finished.result,
@@ -186,6 +193,15 @@ class Station:
             device=self.device(),
             device_is_lost=self._runner.device_is_lost,
         )
+
+    def _require_room(self) -> None:
+        """Raise ProbeFault where the disk is full."""
+        assert self._folder is not None
+        free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < LEAST_FREE_BYTES:
+            raise ProbeFault(
+                f"the disk of {self._folder.parent} is full ({format_bytes(free_bytes)} are free); make room there"
+            )
 
     def cancel(self, ticket: int) -> None:
         """End a job, if it still runs."""

@@ -353,6 +353,7 @@ class Search:
             the search cut it short, or if a slot has come in which another may be started.
         """
         found = self._finish_next()
+        self._use_new_slots()
         if self.interrupted():
             self._give_up_waiting("interrupted")
         self._submit_waiting()

@@ -5,75 +5,34 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from autotune.errors import ConfigError
-from autotune.records.config import ProbeSettings
+from autotune.errors import ConfigError, TaskError
 from autotune.records.outcome import Kind, Outcome
-from autotune.runners.jobs import ProbeJob
+from autotune.runners.in_flight import Host
 from autotune.runners.ray import RayRunner, Wish
+from autotune.runners.remote import RemoteMember
+from autotune.task.parcel import pack
 from autotune.task.source import TaskSource
-from autotune.techniques import find_techniques
-from tests.room import limit_bytes
+from tests.played_cluster import MODEL, Cost, Played, kill_actor, kill_worker, played_cluster, probe
 from tests.short_play_off import AUTOTUNE
 
 if find_spec("ray") is None:
     pytest.skip("needs Ray: pip install 'autotune-torch[ray]'", allow_module_level=True)
 ROOT = Path(__file__).parents[2]
-MODEL = """
-import os
-import torch
-
-def build_model():
-    with open("/proc/self/oom_score_adj") as score:
-        print("nice", os.nice(0), "score", score.read().strip(), "OMP", os.environ.get("OMP_NUM_THREADS"))
-    return torch.nn.Linear(8, 8)
-
-def make_batch(size):
-    return torch.ones(size, 8)
-
-def training_step(model, batch):
-    return model(batch).square().mean()
-"""
-SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.2, max_warmup_s=0.2, timeout_s=60)
-SLOTS = ("cpu:0", "cpu:1")  # of each node
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes on the loopback address, each with two CPUs for Ray, as one host plays them."""
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("OMP_NUM_THREADS", raising=False)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then stays on the loopback address
-        from ray.cluster_utils import Cluster
-
-        node = {"num_cpus": 2, "object_store_memory": 2**27}
-        cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-        cluster.add_node(**node)
-        yield cluster
-        cluster.shutdown()
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    with played_cluster(tmp_path_factory.mktemp("second")) as played:
+        yield played
 
 
-def left_behind() -> list[str]:
-    """Processes of ours that still run for a search, as command lines."""
-    lines = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if "autotune.runners" in line and process.pid != os.getpid():
-            lines.append(line)
-    return lines
-
-
-def test_a_whole_search_of_a_study(cluster: Any, tmp_path: Path, measured_once: None) -> None:
+def test_a_whole_search_of_a_study(cluster: Played, tmp_path: Path, measured_once: None) -> None:
     small = {"DIGITS_WIDTH": "4", "DIGITS_DEPTH": "1", "DIGITS_PIXELS": "8"}
     options = ["--runner", f"ray:{cluster.address}", "--slots", "cpu:2", "--budget", "3m", "--trials", "6", "--json"]
     done = subprocess.run(
@@ -89,20 +48,16 @@ def test_a_whole_search_of_a_study(cluster: Any, tmp_path: Path, measured_once: 
     result = json.loads(done.stdout)
     assert result["outcomes"] == {"ok": result["probes"]} and result["probes"] >= 4
     assert "DIGITS_WIDTH" in done.stderr and "4 slots on 2 nodes" in done.stderr
-    assert not left_behind()
+    assert not cluster.ours()
 
 
 @pytest.fixture(scope="module")
-def runner(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRunner]:
+def runner(cluster: Played, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRunner]:
     folder = tmp_path_factory.mktemp("ray")
     (folder / "model.py").write_text(MODEL)
     source = TaskSource.of(folder / "model.py")
     with RayRunner(source, address=cluster.address, slots="cpu:2", logs=folder / "logs") as runner:
         yield runner
-
-
-def probe(batch_size: int = 4) -> ProbeJob:
-    return ProbeJob(config=find_techniques().complete({"batch_size": batch_size}), settings=SETTINGS)
 
 
 def collect(runner: RayRunner, number: int) -> list[Outcome]:
@@ -142,6 +97,39 @@ def test_a_probe_is_followed_and_ended_by_its_ticket(runner: RayRunner) -> None:
     assert runner.progress(ticket) is not None and runner.progress(ticket + 1) is None
     runner.cancel(ticket)
     assert collect(runner, 1)[0].kind in (Kind.TIMEOUT, Kind.OK)  # it may have ended before
+
+
+@pytest.mark.parametrize(("fault", "lost"), [(kill_worker, "crashed"), (kill_actor, "run again elsewhere")])
+def test_who_dies_takes_one_probe_along_and_no_slot_is_gone_for_long(
+    fault: Callable[[Played, RayRunner], Cost], lost: str, cluster: Played, runner: RayRunner
+) -> None:
+    cost = fault(cluster, runner)
+    assert (cost.lost, cost.left) == (lost, 0)
+    assert len(runner.slots()) == 4
+
+
+def test_data_that_a_node_has_not_is_told_with_the_node(runner: RayRunner, tmp_path: Path) -> None:
+    """The runner's own actor is asked, as it would be for another task."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "model.py").write_text(f"{MODEL}\nDATA = '{tmp_path}/data'")
+    parcel = pack(TaskSource.of(tmp_path / "model.py"))
+    (tmp_path / "data").rmdir()
+    member = runner._members[runner.slots()[0].name]
+    assert isinstance(member, RemoteMember)
+    other = RemoteMember(
+        member.name,
+        member._line,
+        member._device,
+        member._share,
+        parcel,
+        host=Host(),
+        logs=tmp_path,
+        import_timeout_s=60.0,
+    )
+    with pytest.raises(
+        TaskError, match=f"on {member.machine}: there is no {tmp_path}/data, which the task's code names"
+    ):
+        other.__enter__()
 
 
 @pytest.mark.parametrize(

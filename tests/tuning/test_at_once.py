@@ -12,11 +12,12 @@ from autotune.records.config import Config, ProbeSettings
 from autotune.records.inspection import Inspection, Support
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.study import Neighbours
-from autotune.runners.runner import SlotLost
+from autotune.runners.runner import NoSlotLeft, SlotLost
 from autotune.space import build_space
 from autotune.study.reading import load_study
 from autotune.tuning.at_once import AtOnce
 from autotune.tuning.explore import explore, measure_baseline
+from autotune.tuning.search import answer
 from autotune.tuning.state import Search
 from tests.closed_form import ClosedFormRunner, inspection, make_search, techniques
 
@@ -30,6 +31,9 @@ class Machine(ClosedFormRunner):
     num_slots: int = 4
     loss: float = 0.0
     lost: tuple[str, ...] = ()  # slots that die at their second probe
+    all_lost_at: int = 1000  # number of the probe at which all slots die
+    gains_at: int = 1000  # number of the probe after which there is one more
+    killer: Config | None = None  # the config that every slot dies of
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,8 +51,19 @@ class Machine(ClosedFormRunner):
     def slots(self) -> Any:
         return tuple(slot for slot in super().slots() if slot.name not in self._gone)
 
+    def new_slots(self) -> tuple[str, ...]:
+        if len(self._served) < self.gains_at:
+            return ()
+        self.gains_at, self.num_slots = 1000, self.num_slots + 1
+        return (f"slot {self.num_slots - 1}",)
+
     def submit(self, job: Any, slot: str = "") -> int:
+        if len(self._served) >= self.all_lost_at:
+            raise NoSlotLeft("there is no slot any more", ())
         if hasattr(job, "config"):
+            if job.config == self.killer:
+                self._gone.append(slot)
+                raise SlotLost(f"the slot {slot} is taken out", slot)
             if slot in self.lost and self._served.count(slot):
                 self._gone.append(slot)
                 raise SlotLost(f"the slot {slot} is taken out", slot)
@@ -177,3 +192,38 @@ def test_the_probe_of_a_slot_that_dies_goes_to_another(tmp_path: Path) -> None:
     assert study.num_running == 0 and study.num_lost == 0
     assert search.at_once.found.left_out == ("the slot slot 2 is taken out",)
     assert "the slot slot 2 is taken out" in search.warnings
+
+
+def test_a_config_that_two_slots_die_of_has_crashed_and_is_not_run_again(tmp_path: Path) -> None:
+    baseline = build_space(inspection(), techniques)[0].baseline
+    killer = baseline.replace(amp="bf16")
+    search = explored(tmp_path, Machine(killer=killer), num_trials=64)
+    assert len(search.at_once.slots) == 2
+    [trial] = [trial for trial in search.history.searched if trial.config == killer]
+    assert trial.outcome.kind is Kind.CRASHED and trial.outcome.cause.startswith("two slots were lost while it ran: ")
+
+
+def test_a_slot_that_comes_later_is_used_at_once(tmp_path: Path) -> None:
+    search = explored(tmp_path, runner := Machine(num_slots=2, gains_at=5))
+    assert search.at_once.slots == ["slot 0", "slot 1", "slot 2"] and search.at_once.width == 3
+    assert max(runner.widths[:6]) == 2 and max(runner.widths) == 3
+
+
+def test_where_slots_slow_each_other_down_no_more_run_at_once_when_one_comes() -> None:
+    policy = AtOnce(FOUR)
+    policy.found = policy.found.at_most(2)
+    policy.gain("e")
+    assert policy.slots == [*FOUR, "e"] and policy.width == 2
+
+
+def test_a_search_without_any_slot_left_ends_with_what_is_known(tmp_path: Path) -> None:
+    search = make_search(tmp_path, Machine(all_lost_at=8), num_trials=16, sampler="random")
+    result = answer(search)
+    assert result.config and len(search.history.searched) == 8
+    assert any("there is no slot any more; the search ended early" in text for text in result.warnings)
+    assert load_study(tmp_path / "closed.db").num_running == 0
+
+
+def test_without_anything_known_it_says_why(tmp_path: Path) -> None:
+    with pytest.raises(NoSlotLeft, match="there is no slot any more"):
+        answer(make_search(tmp_path, Machine(all_lost_at=0)))
