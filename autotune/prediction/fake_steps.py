@@ -176,6 +176,7 @@ class Run:
         self.forward_end = 0  # the last key of the latest forward pass
         self.blocks = {id(block): number for number, block in enumerate(_blocks(session, techniques))}
         self.marks: list[tuple[int, int]] = []  # as in `Pass`, from the first event of all on
+        self._accumulated: set[int] = set()  # what a micro batch of a world left behind for the last one of its step
 
     def micro_steps(self, batches: Mapping[int, Any]) -> MicroSteps:
         """A micro batch of each size, and of the smallest and the largest another one beside the gradients of the first."""
@@ -262,8 +263,14 @@ class Run:
     def micro_step(self, batch_size: int, inputs: Any, *, is_last: bool = True) -> Pass:
         """A micro batch, forward and backward, the last of its step or one before it."""
         self.spreading.regroup()
-        step = StepBatch([(inputs, batch_size)])
-        return self._pass(batch_size, lambda: self.session.accumulate(step, is_last=is_last))
+        step, first_key = StepBatch([(inputs, batch_size)]), self.tracker.last_key + 1
+        found = self._pass(batch_size, lambda: self.session.accumulate(step, is_last=is_last))
+        if is_last:
+            return found
+        left = {key for key in self.tracker.living() if key >= first_key and self.tracker.scopes[key] is None}
+        left -= self.tracker.keys_of(filter(None, [self.session.own_loss]))
+        self._accumulated |= left
+        return replace(found, purposes={**found.purposes, **dict.fromkeys(left, Purpose.GRADIENTS)})
 
     def _pass(self, batch_size: int, work: Callable[[], Any]) -> Pass:
         gradients = self._gradients()
@@ -295,7 +302,8 @@ class Run:
 
     def _gradients(self) -> set[int]:
         gradients = (p.grad for p in self.session.model.parameters() if p.grad is not None)
-        return self.tracker.keys_of((*gradients, *self.spreading.buckets))
+        accumulated = self._accumulated & self.tracker.living().keys()
+        return accumulated | self.tracker.keys_of((*gradients, *self.spreading.buckets))
 
     def _mark(self, block: int) -> None:
         self.marks.append((len(self.tracker.events), block))

@@ -18,8 +18,8 @@ from autotune.prediction.passes import (
     MicroSteps,
     Updates,
     excess_at_peak,
+    fit_end,
     fit_peak,
-    fit_start,
     fit_volume,
     fit_work,
     line,
@@ -142,7 +142,7 @@ class _Job:
         trace = ModelTrace(
             alone=alone,
             beside=fit_peak(micro.beside, deviation=alone.deviation),
-            before_update=fit_start(micro.beside),
+            before_update=fit_end(micro.alone),
             input_bytes=line(micro.alone, low_bytes, high_bytes),
             volume=fit_volume(micro.alone),
             work=fit_work(micro.alone),

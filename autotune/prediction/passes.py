@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -116,9 +116,10 @@ def fit_peak(passes: Sequence[Pass], *, deviation: float = 0.0) -> PeakFit:
     return PeakFit(pieces=pieces, batch_sizes=tuple(p.batch_size for p in passes), deviation=deviation)
 
 
-def fit_start(passes: Sequence[Pass]) -> Piece:
-    """What is held when a pass begins. Passes as in `fit_peak`."""
-    return _piece(_Series(passes[0]), _Series(passes[-1]), 0, 0)
+def fit_end(passes: Sequence[Pass]) -> Piece:
+    """What is held when a pass has ended, and no module holds activations any more. Passes as in `fit_peak`."""
+    low, high = _Series(passes[0]), _Series(passes[-1])
+    return replace(_piece(low, high, len(low.totals) - 1, len(high.totals) - 1), modules=())
 
 
 def fit_volume(passes: Sequence[Pass]) -> tuple[tuple[float, float, int], ...]:

@@ -30,7 +30,7 @@ MAX_BATCH_BYTES = 64 * 2**20  # of an input batch, which is really made
 MAX_ALLOCATOR_SIZES = 8  # batch sizes at which the caching allocator is simulated
 LARGEST_ON_HEAP_BYTES = 32 * 2**20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX, see mallopt(3)
 
-FORMAT = 6  # of the JSON; counts up when its meaning changes
+FORMAT = 7  # of the JSON; counts up when its meaning changes
 
 
 class Purpose(IntEnum):
@@ -68,12 +68,14 @@ class TracedPeak:
         breakdown: of the living tensors at the peak.
         volume_bytes: all that one micro batch allocates from the heap, also what is freed before the peak: a heap that is
             not made for tensors keeps a part of it. 0 where the allocator itself was simulated.
+        fixed_volume_bytes: the part of it that is the same for any number of samples: gradients, casts, gathered parameters.
     """
 
     peak_bytes: int
     uncertainty: float
     breakdown: Breakdown
     volume_bytes: int
+    fixed_volume_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +193,14 @@ class ModelTrace:
     reserved: tuple[Reserved, ...] = ()
     work: WorkTrace | None = None
 
-    def volume_bytes(self, batch_size: int) -> int:
-        """All that the first micro batch allocates from a heap; what is larger is mapped, and leaves none of it behind."""
-        storages = ((constant + slope * batch_size, count) for constant, slope, count in self.volume)
-        return round(sum(size * count for size, count in storages if size < LARGEST_ON_HEAP_BYTES))
+    def volume_bytes(self, batch_size: int) -> tuple[int, int]:
+        """All that the first micro batch allocates from a heap, and the part of it that is the same for any number of samples.
+
+        What is larger is mapped, and leaves none of it behind.
+        """
+        sizes = [(constant + slope * batch_size, slope, count) for constant, slope, count in self.volume]
+        on_heap = [(size * count, slope) for size, slope, count in sizes if size < LARGEST_ON_HEAP_BYTES]
+        return round(sum(size for size, _ in on_heap)), round(sum(size for size, slope in on_heap if not slope))
 
     def reserved_factor(self, batch_size: int, update: Group, *, accumulates: bool, added: str) -> tuple[float, float]:
         """Factor from living storages to reserved memory, and its relative standard deviation.
@@ -310,11 +316,13 @@ class Traces:
             **{f"{purpose.name.lower()}_bytes": round(parts[purpose]) for purpose in Purpose},
             modules=tuple(sorted(held_by, key=lambda pair: -pair[1])),
         )
+        volume_bytes, fixed_volume_bytes = (0, 0) if model.reserved else model.volume_bytes(size)
         return TracedPeak(
             peak_bytes=round(sum(parts) * factor),
             uncertainty=math.hypot(fit.uncertainty(size) if in_micro_batch else 0.0, factor_deviation),
             breakdown=breakdown,
-            volume_bytes=0 if model.reserved else model.volume_bytes(size),
+            volume_bytes=volume_bytes,
+            fixed_volume_bytes=fixed_volume_bytes,
         )
 
     @property

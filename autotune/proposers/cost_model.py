@@ -42,6 +42,7 @@ class CostModel:
         calibration: of the device.
         communicators: what a process of a world holds beside `outside_bytes`.
         taught: what like studies taught.
+        gradients_bytes: of all trained parameters, where that is known.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class CostModel:
         calibration: Calibration = NOT_MEASURED,
         communicators: Communicators = NO_COMMUNICATORS,
         taught: Taught = NOTHING_TAUGHT,
+        gradients_bytes: int = 0,
     ) -> None:
-        self._communicators = communicators
+        self._communicators, self._gradients_bytes = communicators, gradients_bytes
         self._calibration = calibration
         self.taught = taught
         self._peaks = peaks
@@ -126,7 +128,9 @@ class CostModel:
         """The acquisition fitted to the history, cached because a proposal and its prediction are asked for one after the other."""
         space, peaks, probes = known = history.space, self._peaks(), history.evidence
         if self._last is None or self._last[0] != known:
-            memory_model = MemoryModel(peaks, self._outside_bytes, space, probes, self._communicators)
+            memory_model = MemoryModel(
+                peaks, self._outside_bytes, space, probes, self._communicators, self._gradients_bytes
+            )
             self._last = known, self._fitted_with(history, probes, memory_model)
         return self._last[1]
 

@@ -154,6 +154,13 @@ class TaskFacts(Record):
     parts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    @property
+    def gradients_bytes(self) -> int:
+        """Of all trained parameters, in their own type; 0 where that is not known."""
+        if not self.num_parameters or self.num_trainable is None or self.parameter_bytes is None:
+            return 0
+        return self.parameter_bytes * self.num_trainable // self.num_parameters
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection(Record):

@@ -210,6 +210,10 @@ class Techniques(Mapping[str, Technique]):
         reasons = (self[name].untraceable(choice, device_kind) for name, choice in self.switched_on(config))
         return "; ".join(filter(None, reasons))
 
+    def num_shards(self, config: Config, world: World) -> int:
+        """How many processes of `world` share each parameter out; 1 where each has all of it."""
+        return max(technique.num_shards(config[name], world) for name, technique in self.items())
+
     def num_communicators(self, config: Config, world: World) -> int:
         """How many communicators a process of `world` has: one for each group of processes that it is in; none where it is alone."""
         return 0 if world.size == 1 else 1 + sum(t.num_groups(config[name]) for name, t in self.items())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autotune.records.config import Choice, Config
+from autotune.records.config import Choice, Config, World
 from autotune.records.device import BF16, FP16, FP32, TF32
 from autotune.records.inspection import Support
 from autotune.techniques.build import Build, Setting
@@ -259,6 +259,10 @@ class Technique(ABC):
     def allocator_settings(self, choice: Choice) -> str:
         """What `choice` adds to the settings of torch's CUDA allocator (PYTORCH_ALLOC_CONF); empty for nothing."""
         return ""
+
+    def num_shards(self, choice: Choice, world: World) -> int:
+        """How many processes of `world` share each parameter out, so that it is gathered for every use; 1 where each has all of it."""
+        return 1
 
     def num_groups(self, choice: Choice) -> int:
         """How many groups of processes `choice` makes beside the world's own, each with a communicator of its own."""

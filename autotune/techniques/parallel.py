@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
-from autotune.records.config import Choice, Config, divisors
+from autotune.records.config import Choice, Config, World, divisors
 from autotune.techniques import Build, Expectation, Factor, Setting, UnsupportedError
 from autotune.techniques.block_chains import blocks_of
 from autotune.techniques.frameworks import ACCELERATE, TORCH, At, Table, merge, words
@@ -114,6 +114,11 @@ class Parallel(SpreadTechnique):
         size = setting.world.size
         choices += [f"hsdp:{number}" for number in divisors(size) if 1 < number < size]
         return tuple(choices)
+
+    def num_shards(self, choice: Choice, world: World) -> int:
+        if hybrid := _HYBRID.fullmatch(str(choice)):
+            return int(hybrid[1])
+        return world.size if choice in (FSDP, FSDP_GRAD) else 1
 
     def num_groups(self, choice: Choice) -> int:
         """Of processes that share parameters out, and of those that hold copies of the same shards."""

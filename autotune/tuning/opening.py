@@ -395,6 +395,7 @@ def _cost_model(
         calibration=calibration,
         communicators=inspection.communicators,
         taught=taught,
+        gradients_bytes=inspection.facts.gradients_bytes,
     )
 
 

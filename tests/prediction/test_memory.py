@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from autotune.prediction.cost import Probes, beyond
-from autotune.prediction.memory import MemoryEstimate, MemoryModel
+from autotune.prediction.memory import GATHERED_TIMES, MemoryEstimate, MemoryModel
 from autotune.prediction.traces import TracedPeak
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
-from autotune.records.config import Config, World
+from autotune.records.config import Choice, Config, World
 from autotune.records.device import Communicators
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
@@ -269,3 +269,41 @@ def test_a_config_with_more_groups_of_processes_holds_more_communicators_and_pro
     plain = MemoryModel(NoisyPeaks(PROBER, target="cuda"), OUTSIDE_BYTES, space, [(config, outcome)])
     before = plain.estimates([copies, hybrid])
     assert [(a.peak_bytes - b.peak_bytes) // MIB for a, b in zip(found, before, strict=True) if a and b] == [200, 600]
+
+
+def of_four(config: dict[str, Choice]) -> tuple[Space, Config]:
+    space, _ = build_space(replace(inspection(), world=World(size=4), global_batch=None), find_techniques())
+    return space, space.complete({"batch_size": 4, "accumulation_steps": 1, **config})
+
+
+def test_a_cpus_heap_keeps_more_of_what_is_gathered_than_of_what_else_is_allocated() -> None:
+    class Turning(NoisyPeaks):
+        def peak(self, config: Config, techniques: Techniques) -> TracedPeak:
+            return replace(super().peak(config, techniques), volume_bytes=200 * MIB, fixed_volume_bytes=100 * MIB)
+
+    found = {}
+    for spread in ("ddp", "fsdp"):
+        space, config = of_four({"parallel": spread})
+        turning, still = (
+            MemoryModel(kind(PROBER), OUTSIDE_BYTES, space).estimate(config) for kind in (Turning, NoisyPeaks)
+        )
+        assert turning is not None and still is not None
+        found[spread] = (turning.peak_bytes - still.peak_bytes) / MIB
+    assert found["fsdp"] == pytest.approx(found["ddp"] * (100 + 100 * GATHERED_TIMES) / 200, rel=0.01)
+
+
+def test_where_nothing_is_traced_whole_gradients_are_reckoned_with_that_shards_accumulate() -> None:
+    def held_mib(gradients_bytes: int, **config: Choice) -> float:
+        space, asked = of_four(config)
+        probes = [ran(of_four({})[1])]
+        found = MemoryModel(None, OUTSIDE_BYTES, space, probes, gradients_bytes=gradients_bytes).estimate(asked)
+        assert found is not None
+        return found.peak_bytes / MIB
+
+    for config, more_mib in (
+        ({"parallel": "fsdp"}, 0),
+        ({"parallel": "fsdp", "accumulation_steps": 2}, 75),
+        ({"parallel": "hsdp:2", "accumulation_steps": 2}, 50),
+        ({"parallel": "ddp", "accumulation_steps": 2}, 0),
+    ):
+        assert held_mib(100 * MIB, **config) == pytest.approx(held_mib(0, **config) + more_mib, abs=0.1), config

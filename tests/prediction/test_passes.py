@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.prediction.passes import Event, Pass, excess_at_peak, fit_peak, fit_start, fit_volume
+from autotune.prediction.passes import Event, Pass, excess_at_peak, fit_end, fit_peak, fit_volume
 from autotune.prediction.traces import Purpose
 
 
@@ -57,8 +57,8 @@ def test_passes_that_do_other_things_at_other_batch_sizes_are_a_line_through_the
     assert law.deviation > 0
 
 
-def test_what_is_held_at_the_start_and_what_an_update_adds_to_it():
-    assert fit_start([a_step(2), a_step(8)]).total_bytes(5) == 100
+def test_what_is_held_in_the_end_and_what_an_update_adds_to_it():
+    assert fit_end([a_step(2), a_step(8)]).total_bytes(5) == 100 + 10 * 5 + 20 * 5
     assert excess_at_peak(a_step(1)) == (0, 0, 0, 510, 0)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autotune.prediction.fake_steps import Tracer
-from autotune.prediction.passes import MicroSteps, Pass
+from autotune.prediction.passes import MicroSteps, Pass, fit_end
 from autotune.prediction.traces import Purpose
 from autotune.prediction.worlds import joined
 from autotune.records.config import ALONE, World
@@ -62,3 +62,15 @@ def test_copies_hold_buckets_beside_their_gradients_and_make_them_anew_before_th
     assert most_bytes(copies.alone[-1]) == pytest.approx(most_bytes(alone.alone[-1]) + gradients, abs=512)
     assert sum(event.size_bytes for event in copies.spread) == gradients
     assert sum(event.size_bytes for event in copies.regrouped) == gradients
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "fsdp_grad", "hsdp:2"])
+def test_gradients_that_are_accumulated_are_whole_until_the_last_micro_batch_shares_them_out(
+    world: World, parallel: str
+) -> None:
+    whole = held_bytes(traced(ALONE).beside[-1], Purpose.GRADIENTS)
+    steps = traced(world, parallel=parallel)
+    assert held_bytes(steps.beside[-1], Purpose.GRADIENTS) == pytest.approx(whole, rel=0.01)
+    num_shards = techniques.num_shards(techniques.complete({"parallel": parallel}), world)
+    in_the_end = fit_end(steps.alone).by_purpose(8)
+    assert in_the_end[Purpose.GRADIENTS] == pytest.approx(whole / num_shards, rel=0.01)

@@ -117,7 +117,8 @@ def test_on_a_gpu_the_allocator_reserves_more_than_lives():
 
 
 def test_what_a_micro_batch_turns_over_is_told_of_a_cpus_heap_alone():
-    assert TRACES.peak(config(8), find_techniques()).volume_bytes == 100 + 8 * 20
+    found = TRACES.peak(config(8), find_techniques())
+    assert (found.volume_bytes, found.fixed_volume_bytes) == (100 + 8 * 20, 100)
     model = replace(PLAIN, reserved=(Reserved(added="", factors=((8, 1.25, 1.3),)),))
     assert replace(TRACES, models={(): model}).peak(config(8), find_techniques()).volume_bytes == 0
 
