@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 
 from autotune.cli.parser import ANSWERED, INTERRUPTED, USAGE, UsageError, build_parser
+from autotune.cli.process_title import hide_passwords
 from autotune.errors import AutotuneError
 
 __all__ = ["main"]
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; only `--help` and `--version` exit from within argparse."""
     began_s = time.monotonic()
     given = sys.argv[1:] if arguments is None else arguments
+    hide_passwords(given)
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
         import argcomplete
