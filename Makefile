@@ -17,7 +17,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-all test-avx2 test-cuda test-cuda-compiled notebooks lint bench bench-searches bench-slots bench-priors bench-play-off bench-memory bench-first-contact bench-worth bench-told bench-compiled bench-peers test-peers clean
+.PHONY: help demo test test-all test-avx2 test-cuda test-cuda-compiled notebooks lint bench bench-searches bench-slots bench-shared-study bench-priors bench-play-off bench-memory bench-first-contact bench-worth bench-told bench-compiled bench-peers test-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets
@@ -70,6 +70,9 @@ bench-slots: $(VENV)/.installed-dev  ## searches with 1, 2, 4 and 8 slots over r
 
 bench-priors: $(VENV)/.installed-dev  ## what earlier studies are worth to a search, over recorded tables
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.priors $(BENCH_ARGS)
+
+bench-shared-study: $(VENV)/.installed-dev  ## what a study costs that several searches share, and what faults do to it; needs PostgreSQL
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.shared_study $(BENCH_ARGS)
 
 bench-play-off: $(VENV)/.installed-dev  ## power and coverage of the play-off, over closed forms
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.play_off $(BENCH_ARGS)

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,25 @@ ROOT = Path(__file__).parent.parent
 WAIT_S = 100
 
 CODE = """
-import json, sys
-from pathlib import Path
+import json, sys, time
+from dataclasses import replace
 
 asked = json.loads(sys.argv[1])
 from autotune.records.options import SearchOptions
-from autotune.records.outcome import Outcome
-from autotune.study import sharing
+from autotune.study import place, store
 from autotune.study.backends.postgres import Postgres
 from autotune.tuning import playoff
-from autotune.tuning.events import Listener, Note, ProbeEnded, ProbeStarted
+from autotune.tuning.events import Listener, Note, ProbeStarted
 from autotune.tuning.search import search
 from tests.closed_form import ClosedFormRunner
 
 Postgres.beat_s, Postgres.gone_after_s = asked["beat_s"], asked["gone_after_s"]
+if asked["elsewhere"]:  # on a machine of its own, as far as the others can see
+    here = place.this_process
+    alone = lambda: replace(here(), host=f"machine {asked['seed']}")
+    place.this_process = store.this_process = alone
+now_s = time.time
+time.time = lambda: now_s() + asked["ahead_s"]
 playoff.MAX_ROUNDS = playoff.MIN_ROUNDS
 
 class Tells(Listener):
@@ -58,22 +63,24 @@ USUAL = {
     "beat_s": 1,
     "gone_after_s": 3,
     "waits": False,
+    "ahead_s": 0.0,
+    "elsewhere": False,
 }
 
 
 class Controller:
     """A search in a process of its own."""
 
-    def __init__(self, storage: str, **asked: Any) -> None:
+    def __init__(self, storage: str, environment: Mapping[str, str], **asked: Any) -> None:
         told = json.dumps({"storage": storage, **USUAL, **asked})
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.process = subprocess.Popen(
             [sys.executable, "-c", CODE, told],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": path, **environment},
         )
         self.lines: list[dict[str, Any]] = []
 
@@ -108,9 +115,19 @@ class Controller:
 
 
 @contextlib.contextmanager
-def controllers(number: int, storage: str, **asked: Any) -> Iterator[list[Controller]]:
-    """So many searches of one study, with seeds of their own. None is left afterwards."""
-    found = [Controller(storage, **{"seed": seed, **asked}) for seed in range(number)]
+def controllers(
+    number: int, storage: str, environment: Sequence[Mapping[str, str]] = (), **asked: Any
+) -> Iterator[list[Controller]]:
+    """So many searches of one study, with seeds of their own. None is left afterwards.
+
+    Args:
+        environment: variables of each; nothing for none.
+        asked: as in `USUAL`; a list holds the value for each.
+    """
+    found = []
+    for seed in range(number):
+        own = {name: value[seed] if isinstance(value, list) else value for name, value in asked.items()}
+        found.append(Controller(storage, environment[seed] if environment else {}, **{"seed": seed, **own}))
     try:
         yield found
     finally:

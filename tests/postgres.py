@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 PASSWORD = "not-to-be-seen"
@@ -51,11 +52,12 @@ class Server:
     """A server whose user `tester` has a password.
 
     Args:
-        folder: for its data; it has to be its user's.
+        folder: for its data.
+        durable: whether a commit waits for the disk, as on a server that is used.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder: Path, *, durable: bool = False) -> None:
+        self.folder, self.port, self._fsync = folder, free_port(), "on" if durable else "off"
         self._as_user: list[str] = []
         if os.getuid() == 0:
             user = pwd.getpwnam("postgres")
@@ -75,7 +77,7 @@ class Server:
     def start(self) -> None:
         """Start it, and wait until it takes connections."""
         settings = {
-            "port": self.port, "listen_addresses": "127.0.0.1", "unix_socket_directories": "", "fsync": "off",
+            "port": self.port, "listen_addresses": "127.0.0.1", "unix_socket_directories": "", "fsync": self._fsync,
             "max_connections": 300, "shared_buffers": "32MB", "logging_collector": "off",
         }  # fmt: skip
         options = [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
@@ -85,8 +87,10 @@ class Server:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder)
         until_s = time.monotonic() + SLOWEST_START_S
         while not self._answers():
-            assert self._process.poll() is None and time.monotonic() < until_s, (self.folder / "server.log").read_text()
-            time.sleep(0.05)
+            assert time.monotonic() < until_s, (self.folder / "server.log").read_text()
+            if self._process.poll() is not None:  # one that was killed may have processes yet that hold its memory
+                self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            time.sleep(0.2)
 
     def _answers(self) -> bool:
         import psycopg
@@ -103,6 +107,14 @@ class Server:
         self._process.send_signal(number)
         self._process.wait()
 
+    def processor_s(self) -> float:
+        """Seconds of processors that the server has used, those of its processes that have ended included."""
+        assert self._process is not None
+        times = psutil.Process(self._process.pid).cpu_times()
+        running = [one.cpu_times() for one in psutil.Process(self._process.pid).children(recursive=True)]
+        ended_s: float = times.children_user + times.children_system
+        return ended_s + sum(one.user + one.system for one in (times, *running))
+
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
         """Run a statement outside any transaction."""
         import psycopg
@@ -111,10 +123,10 @@ class Server:
             found = connection.execute(statement)  # type: ignore[arg-type]
             return found.fetchall() if found.description else []
 
-    def new_database(self) -> str:
+    def new_database(self, tablespace: str = "") -> str:
         """The URL of an empty database."""
         name = f"studies_{time.monotonic_ns()}"
-        self.execute(f"CREATE DATABASE {name}")
+        self.execute(f"CREATE DATABASE {name}" + (f" TABLESPACE {tablespace}" if tablespace else ""))
         return self.url(name)
 
     def url(self, database: str, port: int | None = None) -> str:
@@ -122,12 +134,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[Server]:
+def running_server(*, durable: bool = False) -> Iterator[Server]:
     """A server that is gone afterwards, data and all."""
     folder = Path(tempfile.mkdtemp(prefix="autotune-postgres-"))  # pytest's own folders are closed to other users
     server = None
     try:
-        server = Server(folder)
+        server = Server(folder, durable=durable)
         yield server
     finally:
         if server is not None:

@@ -311,3 +311,9 @@ def test_a_server_without_its_driver_says_how_to_get_it(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(StudyError, match=r"needs psycopg.*autotune-torch\[postgres\]"):
         load_study("postgresql://me:secret@127.0.0.1:1/db")
+
+
+def test_reading_an_empty_database_creates_nothing_there(server: Server, database: str) -> None:
+    with pytest.raises(StudyError, match="holds no study yet; `autotune search` makes one"):
+        load_study(database)
+    assert not server.execute("SELECT * FROM pg_tables WHERE schemaname = 'public'", database.rpartition("/")[2])

@@ -8,7 +8,7 @@ from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.pool import NullPool
@@ -57,17 +57,19 @@ class Postgres(SharedBackend):
     def connect(self, url: str, *, freed: Freed | None = None, must_exist: bool = False) -> BaseStorage:
         written = _written(url)
         options: dict[str, Any] = {
-            "engine_kwargs": {**_engine_options(), "pool_pre_ping": True},
+            # one connection is kept; further ones, for a lock or a heartbeat, are opened when they are needed: a server has 100 by default
+            "engine_kwargs": {**_engine_options(), "pool_pre_ping": True, "pool_size": 1, "max_overflow": 4},
             "heartbeat_interval": self.beat_s,
             "grace_period": self.gone_after_s,
             "heartbeat_stale_trial_callback": freed,
             "skip_table_creation": must_exist,
         }
         try:
-            if must_exist:
-                return RDBStorage(written, **options)
             engine = create_engine(written, poolclass=NullPool, **_engine_options())
-            with _alone(engine, SCHEMA):  # two searches that start at once would both create them
+            # two that open an empty database at once would both create the tables; also who only reads would create some
+            with _alone(engine, SCHEMA):
+                if must_exist and not inspect(engine).has_table("studies"):
+                    raise StudyError(f"{without_password(url)} holds no study yet; `autotune search` makes one")
                 return RDBStorage(written, **options)
         except ImportError as error:
             raise StudyError(
