@@ -68,7 +68,7 @@ def test_flags_override_it_and_what_it_asks_for_is_told(
     assert main(["search", "model.py", "--budget", "9s", "--fix", "amp=off", "--json"]) == 0
     (asked,) = searched
     del asked["began_s"]  # when the command began
-    assert asked == {"budget": "9s", "seed": 3, "fix": ["amp=off"]}
+    assert asked == {"budget": "9s", "seed": 3, "fix": ["amp=off"], "runner": None}
     assert f"note: {tmp_path / 'pyproject.toml'} asks for seed = 3\n" in capsys.readouterr().err
 
 
@@ -128,7 +128,7 @@ def test_a_flag_that_stands_instead_of_it_leaves_it_out(tmp_path: Path, monkeypa
 
 def test_how_a_study_was_asked_goes_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(api, "verify", lambda model, config, **options: asked.update(options) or 1 / 0)
+    monkeypatch.setattr(api, "verify_answer", lambda model, study, **options: asked.update(options) or 1 / 0)
     study = write_study(tmp_path / "gpt.db")
     monkeypatch.chdir(write(tmp_path, "[tool.autotune]\nmemory-limit = '1GiB'\ntimeout = '5m'\n"))
     main(["verify", "model.py", "--against", str(study), "--steps", "9"])

@@ -16,7 +16,7 @@ class Given:
 
 
 def history(*running):
-    return SimpleNamespace(running=set(running))
+    return SimpleNamespace(in_flight=frozenset(running))
 
 
 def test_each_is_asked_until_it_has_nothing_more():

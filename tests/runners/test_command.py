@@ -397,6 +397,6 @@ def test_a_command_without_a_batch_size_needs_a_global_batch(tmp_path):
 def test_a_baseline_that_does_not_make_the_global_batch_is_refused_once_the_processes_are_known(tmp_path):
     command = Command("python train.py {batch_size}", {})
     runner = CommandRunner(command, logs=tmp_path, device="cpu", global_batch=64, baseline={"batch_size": 32})
-    assert runner._baseline_in(World(size=2)).batch_size == 32
+    assert runner._complete(runner._baseline, World(size=2)).batch_size == 32
     with pytest.raises(ConfigError, match="does not make a global batch of 64"):
-        runner._baseline_in(World())
+        runner._complete(runner._baseline, World())

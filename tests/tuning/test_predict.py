@@ -8,7 +8,8 @@ from typing import Any
 
 from autotune.prediction.memory import MemoryEstimate
 from autotune.records.capacity import Breakdown, GroupPrediction
-from autotune.records.config import Choice, Config, divisors
+from autotune.records.config import ALONE, Choice, Config, divisors
+from autotune.records.device import Communicators
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning.predict import Question
 from autotune.units import GIB, MIB
@@ -22,6 +23,7 @@ OUTSIDE = 512 * MIB
 class SmallSpace:
     """Two techniques that shape memory, and one that does not."""
 
+    world = ALONE
     global_batch: int | None = 48
     techniques: Techniques = field(default_factory=find_techniques)
     choices: Mapping[str, tuple[Choice, ...]] = field(
@@ -72,6 +74,7 @@ def question(known: Known, usable_bytes: int = 10 * GIB, **options: Any) -> Ques
         space,
         known.estimate,
         outside_bytes=OUTSIDE,
+        communicators=Communicators(),
         limit_bytes=options.pop("limit_bytes", 2 * usable_bytes),
         usable_bytes=usable_bytes,
         dataset_size=options.pop("dataset_size", None),
