@@ -208,7 +208,7 @@ class Instruments:
                 f"{self.name} is a part of a GPU (MIG), whose counter is of the whole; take a whole GPU to count energy"
             )
         if connection.energy_j(gpu) is None:
-            return f"the driver does not count the energy of a {gpu.name}; it does from Volta on"
+            return f"the driver does not count the energy of {self.name} ({gpu.name}); it does from Volta on"
         return ""
 
     def counted_j(self) -> dict[str, float]:

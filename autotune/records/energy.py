@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autotune.records.formats import Record
 
-OTHERS = 0.05  # share of the work that others may do: they make the energy about as much too high
+OTHERS = 0.1  # share of the work that others may do: they make the energy at most as much too high
 ONE_COUNTED = "of a command's processes only the first one's energy is counted; search a MODEL on several devices"
 
 

@@ -9,7 +9,8 @@ from typing import Self
 
 from autotune.records.config import Choice
 from autotune.records.formats import Record
-from autotune.records.result import Result
+from autotune.records.price import Price
+from autotune.records.result import Money, Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class OnDevices(Record):
         samples_per_s: throughput of all processes together; `samples_per_s_ci`: its 95 % interval.
         peak_bytes: peak of the process that needs the most.
         verdict: the comparison with what the user runs today on as many devices.
+        joules_per_sample: energy of all devices together, with its 95 % interval; None where it is not known.
+        price, money: as in the result; None where no price was given.
         efficiency: throughput per device, over that on the fewest devices; `efficiency_ci`: its 95 % interval.
     """
 
@@ -31,6 +34,10 @@ class OnDevices(Record):
     peak_bytes: int
     verdict: str
     study: str
+    joules_per_sample: float | None = None
+    joules_per_sample_ci: tuple[float, float] | None = None
+    price: Price | None = None
+    money: Money | None = None
     efficiency: float = 1.0
     efficiency_ci: tuple[float, float] = (1.0, 1.0)
 
@@ -45,6 +52,10 @@ class OnDevices(Record):
             peak_bytes=result.peak_bytes,
             verdict=result.verdict,
             study=result.study,
+            joules_per_sample=result.energy.joules_per_sample,
+            joules_per_sample_ci=result.energy.joules_per_sample_ci,
+            price=result.goal.price,
+            money=result.money,
         )
 
     def over(self, fewest: OnDevices) -> OnDevices:

@@ -54,7 +54,7 @@ def measured_rate(found: Measured | Measurement | OnDevices) -> str:
     return f"{rate(found.samples_per_s)} {spread(found.samples_per_s, low, high)}".rstrip()
 
 
-def measured_joules(found: Measured) -> str:
+def measured_joules(found: Measured | OnDevices) -> str:
     """`0.52 ±3.1%`, in joules a sample; a dash where that is not known."""
     if found.joules_per_sample is None:
         return "-"

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autotune.devices import capabilities_of
 from autotune.records.config import BATCH_KEYS
 from autotune.records.measured import Measured, OneDevice
 from autotune.records.result import Result
 from autotune.records.scaling import OnDevices, Scaling
-from autotune.report.figures import NOISY, interval, is_wide, measured_rate, role_of, times
+from autotune.report.figures import NOISY, interval, is_wide, measured_joules, measured_rate, role_of, times
 from autotune.report.sections import Cell, Paragraph, Section, Span, Table, Tone, table
 from autotune.techniques import Techniques
 from autotune.units import format_bytes, plural
+
+Row = tuple[int, Measured | OnDevices, str, Cell]  # processes, what was found, efficiency, config
 
 
 def scaling_section(scaling: Scaling, techniques: Techniques) -> Section:
     """A row for each number of devices; in words, the throughput of each over that of the fewest, and why others have no answer."""
     fewest = scaling.rows[0]
-    rows = [
-        _row(one.num_processes, one, _efficiency(one.efficiency, one.efficiency_ci), techniques.describe(one.config))
+    rows: list[Row] = [
+        (one.num_processes, one, _efficiency(one.efficiency, one.efficiency_ci), techniques.describe(one.config))
         for one in scaling.rows
     ]
     words = [
         f"{one.num_processes} processes: {times(one.samples_per_s / fewest.samples_per_s)} the throughput of "
         f"{fewest.num_processes}."
         for one in scaling.rows[1:]
+    ]
+    words += [
+        f"A million samples cost {one.price.words(one.money.per_million_samples)} on {one.num_processes}."
+        for one in scaling.rows
+        if one.price is not None and one.money is not None
     ]
     words += [f"{number}: {why}" for number, why in scaling.failed.items()]
     return Section("Devices", (_table(rows), *map(Paragraph, words)), "each has a search and a study of its own")
@@ -38,12 +45,12 @@ def one_device_section(result: Result, one: OneDevice, answer: Measured, techniq
     def config(found: Measured, role: str, tone: Tone) -> Cell:
         return techniques.describe(found.config), Span(f"  {role}", tone)
 
-    rows = [_row(1, one, "-" if one.failure else "100%", config(one, "baseline", Tone.BASELINE))]
+    rows: list[Row] = [(1, one, "-" if one.failure else "100%", config(one, "baseline", Tone.BASELINE))]
     if base is not None:
         efficiency = _efficiency(one.efficiency, one.efficiency_ci)
-        rows.append(_row(size, base, efficiency, config(base, "baseline", Tone.BASELINE)))
+        rows.append((size, base, efficiency, config(base, "baseline", Tone.BASELINE)))
     if base is None or base.config != result.config:
-        rows.append(_row(size, answer, "-", config(answer, role_of(result), Tone.BEST)))
+        rows.append((size, answer, "-", config(answer, role_of(result), Tone.BEST)))
     told = one.failure[:1].upper() + one.failure[1:]
     words = [f"{told}."] if told else _what_more_devices_add(result, one)
     return Section(
@@ -91,11 +98,14 @@ def _efficiency(efficiency: float | None, ends: tuple[float, float] | None) -> s
     return f"{efficiency:.0%} {sure}"
 
 
-def _table(rows: list[tuple[Cell, ...]]) -> Table:
-    return table((">processes", ">samples/s", ">efficiency", ">memory of each", "config"), rows)
+def _table(rows: Sequence[Row]) -> Table:
+    """A table with a column for energy where that is known of some."""
+    has_energy = any(found.joules_per_sample is not None for _, found, *_ in rows)
 
+    def figures(found: Measured | OnDevices, efficiency: str) -> tuple[str, ...]:
+        told = measured_rate(found), efficiency, format_bytes(found.peak_bytes), measured_joules(found)
+        return (told if found.samples_per_s > 0 else ("-",) * 4)[: 4 if has_energy else 3]
 
-def _row(number: int, found: Measured | OnDevices, efficiency: str, config: Cell) -> tuple[Cell, ...]:
-    ran = found.samples_per_s > 0
-    figures = (measured_rate(found), efficiency, format_bytes(found.peak_bytes)) if ran else ("-", "-", "-")
-    return (str(number), *figures, config)
+    columns = (">samples/s", ">efficiency", ">memory of each", ">J/sample")[: 4 if has_energy else 3]
+    cells = ((str(number), *figures(found, efficiency), config) for number, found, efficiency, config in rows)
+    return table((">processes", *columns, "config"), cells)

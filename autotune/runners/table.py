@@ -213,7 +213,8 @@ class Table:
         known = {row.config for row in self.rows if (m := row.outcome.measurement) and m.joules_per_sample is not None}
         if ran == known:
             return ""
-        return f"the table {self.path} holds no energy of {len(ran - known)} of its configs; record it again where energy can be read"
+        again = "record it again where energy can be read, on a GPU with --timed 2s or more"
+        return f"the table {self.path} holds no energy of {len(ran - known)} of its configs; {again}"
 
     @cached_property
     def figures(self) -> dict[Config, Figure]:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from autotune.devices import capabilities_of
 from autotune.devices.targets import target_of
 from autotune.errors import ConfigError
 from autotune.files import mend
@@ -70,9 +71,11 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
     limit_bytes = options.memory_limit_bytes or (
         begun.header.memory_limit_bytes if begun else runner.slots()[0].device.free_bytes
     )
+    window_s = capabilities_of(runner.slots()[0].device.name).energy_window_s
     settings = ProbeSettings(
         memory_limit_bytes=limit_bytes,
         world=runner.world,
+        min_timed_s=min(window_s, options.max_timed_s),
         max_timed_s=options.max_timed_s,
         max_warmup_s=options.max_warmup_s,
         timeout_s=options.probe_timeout_s,

@@ -36,6 +36,7 @@ TRAINED_TODAY = (
     "If you train like this today, declare it in BASELINE: the baseline is the reference, and is not compared"
 )
 UNLIKELY_TO_FIT = 0.03  # a config with a smaller predicted chance to fit is given up
+MOST_UNKNOWN = 2  # configs that are probed, each twice, without their figure being observed, before a search gives up
 MOST_UNLIKELY = 3  # configs that are probed although they are unlikely to fit: a prediction may be wrong
 TELLING = 2.0  # a prediction is told if its upper bound is less than so many times the lower one
 MORE_ROOM = 0.1  # of the limit: how much more headroom to try where a config that fitted once did not fit again
@@ -322,9 +323,13 @@ def may_fit(history: History, cost_model: CostModel, config: Config) -> bool:
 
 
 def is_hopeless(history: History, cost_model: CostModel) -> bool:
-    """Whether nothing fits, some probes failed as predicted, and the config likeliest to fit is predicted to fail too."""
+    """Whether nothing fits, some probes failed as predicted, and the config likeliest to fit is predicted to fail too; or whether what
+    is searched for was observed of none of several configs that ran.
+    """
     if history.best is not None:
         return False
+    if sum(not history.objective.is_known(outcome) for outcome in history.known.values()) >= MOST_UNKNOWN:
+        return True
     foreseen = [
         trial
         for trial in history.searched

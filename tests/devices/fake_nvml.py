@@ -29,6 +29,7 @@ class FakeGpu:
     utilization: int | None = 37
     temperature_c: int | None = 51
     power_mw: int | None = 312_500
+    energy_mj: int | None = None
     reasons: int = 0
     processes: list[tuple[int, int | None]] = field(default_factory=list)
     process_utilization: list[tuple[int, int]] = field(default_factory=list)
@@ -107,6 +108,9 @@ class FakeNvml:
 
     def nvmlDeviceGetPowerUsage(self, gpu: FakeGpu) -> int:
         return self._supported(gpu.power_mw)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu: FakeGpu) -> int:
+        return self._supported(gpu.energy_mj)
 
     def nvmlDeviceGetEnforcedPowerLimit(self, gpu: FakeGpu) -> int:
         return 700_000

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from autotune.devices.instruments import Instruments
 from autotune.devices.nvml import Nvml
-from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml
+from tests.devices.fake_nvml import GIB, FakeGpu, FakeNvml, install
 
 TWO = (FakeGpu("GPU-aaaa-1"), FakeGpu("GPU-bbbb-2"))
 DIVIDED = FakeGpu("GPU-cccc-3", instances=[FakeGpu("MIG-1"), FakeGpu("MIG-2", total_bytes=20 * GIB)])
@@ -69,6 +70,22 @@ def test_every_instrument_is_read():
 def test_what_a_gpu_does_not_support_is_missing():
     values = telemetry(FakeGpu("GPU-1", utilization=None, temperature_c=None, power_mw=None)).values
     assert set(values) == {"used_bytes", "total_bytes", "power_limit_w", "sm_clock_mhz"}
+
+
+def test_the_energy_of_a_gpu_is_read_where_the_driver_counts_it(monkeypatch):
+    install(monkeypatch, FakeGpu("GPU-1", energy_mj=1_234_500), FakeGpu("GPU-2"))
+    counts, lacks = Instruments(0), Instruments(1)
+    assert (counts.counted_j(), counts.why_no_energy(), counts.info().no_energy) == ({"GPU-1": 1234.5}, "", "")
+    assert (
+        lacks.counted_j() == {}
+        and "the driver does not count the energy of cuda:1 (NVIDIA H200)" in lacks.why_no_energy()
+    )
+
+
+def test_the_energy_of_a_whole_board_is_not_told_as_its_instances(monkeypatch):
+    install(monkeypatch, dataclasses.replace(DIVIDED, energy_mj=1_000_000))
+    device = Instruments(0)
+    assert device.counted_j() == {} and "is a part of a GPU (MIG)" in device.info().no_energy
 
 
 def test_only_reasons_that_slow_the_gpu_down_are_told():

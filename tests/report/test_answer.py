@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from autotune.cli.parser import build_parser
-from autotune.records.measured import Dropped, Rival
-from autotune.records.result import DeviceUse, Result
+from autotune.records.measured import Dropped, Measured, Rival
+from autotune.records.price import Price
+from autotune.records.result import DeviceUse, Money, Result
 from autotune.report.answer import answer_sections, python_lines, verify_command
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
@@ -382,3 +383,62 @@ def test_a_name_with_quotes_and_other_letters_stays_a_name() -> None:
 def test_a_task_built_in_python_is_run_from_there() -> None:
     assert prepared_with("", {"device": "cpu"}) == (("the task", CONFIG), {"device": "cpu"})
     assert verify_command(CONFIG, find_techniques(), "", {"device": "cpu"}) == ""
+
+
+def counted(result: Result, **changes: object) -> Result:
+    """The answer with the energy of each config: a joule for each sample of the micro batch."""
+
+    def with_energy(found: Measured) -> Measured:
+        joules = float(found.config["batch_size"])
+        return replace(found, joules_per_sample=joules, joules_per_sample_ci=(0.9 * joules, 1.1 * joules))
+
+    assert result.baseline is not None
+    return but(
+        result,
+        baseline=with_energy(result.baseline),
+        finalists=tuple(map(with_energy, result.play_off.finalists)),
+        front=tuple(map(with_energy, result.front)),
+        joules_per_sample=24.0,
+        joules_per_sample_ci=(21.6, 26.4),
+        **{"energy_ratio": 1.5, "energy_ratio_ci": (1.4, 1.6), **changes},
+    )
+
+
+def test_energy_is_told_beside_the_speed_where_it_is_known(result: Result) -> None:
+    text = text_of(counted(result), 120)
+    flat = _flat(text)
+    assert (
+        "Faster: 1.73x the baseline's throughput (95% interval 1.70x to 1.77x), with 0.81x its memory and 1.50x its energy"
+        in flat
+    )
+    assert "Memory/throughput/energy front no config beats these in all three" in flat
+    assert any("75.5 ±1.5%" in line and "24.0 ±10%" in line for line in text.splitlines())
+    assert "J/sample" not in text_of(result, 120)
+    assert "24.0 J a sample" in str(counted(result))
+
+
+def test_a_search_for_energy_says_first_how_much_less_it_takes(result: Result) -> None:
+    thrifty = counted(result, objective="energy", verdict="thriftier", energy_ratio=0.62, energy_ratio_ci=(0.58, 0.66))
+    said = "Thriftier: 0.62x the baseline's energy a sample (95% interval 0.58x to 0.66x), with 0.81x its memory and 1.73x its throughput."
+    assert said in _flat(text_of(thrifty))
+    assert str(thrifty).startswith("thriftier: 0.62x the baseline's energy a sample")
+    open_question = counted(
+        result, objective="energy", verdict="undecided", energy_ratio=0.9, energy_ratio_ci=(0.8, 1.02)
+    )
+    assert "Probably thriftier: 0.90x the baseline's energy" in _flat(text_of(open_question))
+    wide = counted(result, objective="energy", verdict="thriftier", energy_ratio=0.3, energy_ratio_ci=(0.2, 0.5))
+    assert "Thriftier: at most 0.50x the baseline's energy a sample (95% sure)" in _flat(text_of(wide))
+    unconfirmed = counted(result, objective="energy", verdict="undecided", energy_ratio=None, energy_ratio_ci=None)
+    assert "Undecided whether thriftier or hungrier." in _flat(text_of(unconfirmed))
+
+
+def test_energy_that_is_not_known_is_one_sentence(result: Result) -> None:
+    text = _flat(text_of(but(result, no_energy="root alone may read it; chmod a+r it")))
+    assert text.count("energy") == 1 and "Its energy is not told: root alone may read it; chmod a+r it." in text
+
+
+def test_what_a_million_samples_cost_is_told_where_there_is_a_price(result: Result) -> None:
+    money = Money(num_devices=2, per_million_samples=18.4, baseline_per_million_samples=31.9)
+    text = _flat(text_of(but(result, price=Price.parse("2.50 EUR/h"), money=money)))
+    assert "A million samples cost 18.40 EUR instead of 31.90 EUR, at 2.50 EUR/h for each of 2 devices." in text
+    assert "cost" not in _flat(text_of(result))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,6 +32,15 @@ def test_the_front_is_drawn_with_baseline_answer_and_limit(study: Study, plt: An
     ax = plot_front(study)
     assert set(_labels(ax)) == {"feasible config", "front", "baseline", "answer", "limit less headroom"}
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("peak memory (MiB)", "throughput (samples/s)")
+
+
+def test_the_energy_of_the_front_stands_beside_its_points(
+    study: Study, plt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not plot_front(study).texts
+    known = tuple(replace(one, joules_per_sample=0.52) for one in study.measured_configs())
+    monkeypatch.setattr(Study, "measured_configs", lambda self: known)
+    assert {text.get_text() for text in plot_front(study).texts} == {" 0.52 J/sample"}
 
 
 def test_throughput_has_a_line_for_each_combination_and_marks_out_of_memory(study: Study, plt: Any) -> None:

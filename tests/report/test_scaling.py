@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from autotune.records.measured import Measured, OneDevice
-from autotune.records.result import Goal, Result, Subject
+from autotune.records.price import Price
+from autotune.records.result import Goal, Money, Result, Subject
 from autotune.records.scaling import Scaling
 from autotune.report.html import fragment
 from autotune.report.scaling import one_device_section, scaling_section
@@ -32,6 +33,23 @@ def test_each_number_of_devices_has_a_row_and_what_more_of_them_add_is_said() ->
     told = as_text([scaling_section(Scaling.of([on(1, 100.0), on(2, 180.0)]), find_techniques())], 100)
     assert "90% (" in told
     assert "2 processes: 1.80x the throughput of 1." in told
+
+
+def test_energy_and_money_of_each_number_of_devices_are_told_where_they_are_known() -> None:
+    price = Price.parse("$2/h")
+    rows = [
+        replace(
+            on(size, 100.0 * size**0.8),
+            joules_per_sample=2.0 + size,
+            joules_per_sample_ci=(1.9 + size, 2.1 + size),
+            price=price,
+            money=Money(num_devices=size, per_million_samples=price.of(1e6, 100.0 * size**0.8, size)),
+        )
+        for size in (1, 2)
+    ]
+    words = " ".join(as_text([scaling_section(Scaling.of(rows), TECHNIQUES)], 120).split())
+    assert "J/sample" in words and "4.00 ±2.5%" in words.replace("4 ±", "4.00 ±")
+    assert "A million samples cost $5.56 on 1. A million samples cost $6.38 on 2." in words
 
 
 def measured(config: dict[str, Any], samples_per_s: float) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def test_the_front_has_a_row_for_each_config_in_words_and_in_choices(study: Stud
     last = front.iloc[-1]
     assert last["description"] == "batch 24 x2, bf16, fused"
     assert {name: last[name] for name in ANSWER} == ANSWER.as_dict()
+    assert front[["joules_per_sample", "joules_per_sample_low", "joules_per_sample_high"]].isna().all(axis=None)
     assert last["samples_per_s_low"] < last["samples_per_s"] < last["samples_per_s_high"]
     pd.testing.assert_series_equal(front["peak_mib"] * 2**20, front["peak_bytes"].astype(float), check_names=False)
 

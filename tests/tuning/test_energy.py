@@ -23,6 +23,7 @@ from autotune.runners.replay import ReplayRunner
 from autotune.runners.table import Row, Table
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
+from autotune.tuning.recommend import NothingFeasible
 from autotune.tuning.search import search
 from tests.closed_form import ClosedFormRunner
 
@@ -229,6 +230,13 @@ def test_on_a_cpu_the_counters_of_its_sockets_tell_it(tmp_path: Path, monkeypatc
             measured = runner.probe(find_techniques().complete({"batch_size": size}), settings).measurement
             assert measured is not None and measured.counted[0].counter == "intel-rapl:0"
             assert measured.joules_per_sample == pytest.approx((1 + 0.01 * size**2) / size, rel=0.2)
+
+
+def test_on_a_machine_that_is_never_alone_it_gives_up_soon_and_says_why(tmp_path: Path) -> None:
+    runner = Counted(crowded=tuple(range(100)))
+    with pytest.raises(NothingFeasible, match=r"2 probes ran .* their energy is not known: others did 40% of the work"):
+        found(tmp_path, runner, objective="energy")
+    assert len(runner.configs) == 4  # each of two was run again
 
 
 def test_a_million_samples_cost_what_their_time_costs(tmp_path: Path, short_play_off: None) -> None:
