@@ -42,6 +42,7 @@ class Objective(ABC):
         unit: unit of the figure, in a word.
         better, worse: the adjectives for a config that is better or worse by this objective; a verdict of what is observed says them,
             every other one speaks of speed.
+        aim: how a config is to train, in words: `fastest`.
         help: its line in the help of the option.
         less_is_better: whether the figure is to be small.
         speed_weight, memory_weight: log merit is speed_weight * log pace - memory_weight * log memory, plus whatever else
@@ -59,6 +60,7 @@ class Objective(ABC):
     unit: ClassVar[str]
     better: ClassVar[str]
     worse: ClassVar[str] = "slower"
+    aim: ClassVar[str] = "best"
     help: ClassVar[str]
     less_is_better: ClassVar[bool] = False
     speed_weight: ClassVar[float] = 1.0
@@ -209,6 +211,7 @@ class Throughput(Objective):
     """The fastest training."""
 
     name, unit, better, help = "throughput", "samples_per_s", "faster", "throughput"
+    aim = "fastest"
 
     def figure(self, measured: Measurement) -> float:
         """Samples per second."""
@@ -224,6 +227,7 @@ class Memory(Objective):
     """The least memory at about the baseline's speed."""
 
     name, unit, better = "memory", "peak_GiB", "smaller"
+    aim = "in the least memory"
     help = "memory: least memory at the baseline's speed or more"
     less_is_better = True
     speed_weight, memory_weight = 0.0, 1.0
@@ -242,6 +246,7 @@ class Balanced(Objective):
     """Speed and memory, where memory counts half: half the memory is worth a factor of 1.4 in speed."""
 
     name, unit, better = "balanced", "samples_per_s_per_root_GiB", "better"
+    aim = "fast in little memory"
     help = "balanced: throughput over the square root of memory"
     memory_weight = 0.5
 
@@ -255,6 +260,7 @@ class Energy(Objective):
 
     name, unit, better = "energy", "joules_per_sample", "thriftier"
     worse = "hungrier"
+    aim = "with the least energy"
     help = "energy: fewest joules a sample, by the counters of the devices"
     less_is_better = True
     observed = is_thrift = True

@@ -153,8 +153,9 @@ def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
         StudyError: a study has no answer.
     """
     named = {_name_among(place, studies): (study, study.answer()) for place, study in enumerate(studies)}
-    rows = ((name, *_answer_figures(answer)) for name, (_, answer) in named.items())
-    titles = ("study", "verdict", ">gain", ">samples/s", ">baseline", ">peak")
+    has_energy = any(answer.energy.joules_per_sample is not None for _, answer in named.values())
+    rows = ((name, *_answer_figures(answer, has_energy=has_energy)) for name, (_, answer) in named.items())
+    titles = ("study", "verdict", ">gain", ">samples/s", ">baseline", ">peak", *([">J/sample"] if has_energy else []))
     yield Section("Answers", (table(titles, rows),), "gains over each study's own baseline, 95% intervals")
     machines = {name: {**machine_facts(study), "kept in": study.storage} for name, (study, _) in named.items()}
     facts = dict.fromkeys(fact for machine in machines.values() for fact in machine)
@@ -174,7 +175,7 @@ def _name_among(place: int, studies: Sequence[Study]) -> str:
     return name if sum(other.name == name for other in studies) == 1 else f"{name} {place + 1}"
 
 
-def _answer_figures(answer: Result) -> tuple[Cell, ...]:
+def _answer_figures(answer: Result, *, has_energy: bool) -> tuple[Cell, ...]:
     found, gain = said_of(answer), gain_in_table(answer.speedup, answer.speedup_ci)
     if answer.speedup is not None and answer.speedup_ci and gain == times(answer.speedup):
         gain = f"{gain} {spread(answer.speedup, *answer.speedup_ci)}".rstrip()
@@ -182,7 +183,9 @@ def _answer_figures(answer: Result) -> tuple[Cell, ...]:
     verdict = Span(found.brief, Tone.BEST if answer.verdict in ("faster", "thriftier") else Tone.PLAIN)
     played = (measured_rate(found) for found in answer.play_off.finalists if found.config == answer.config)
     speed = next(played, rate(answer.samples_per_s))
-    return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes)
+    joules = answer.energy.joules_per_sample
+    told = ["-" if joules is None else rate(joules)] if has_energy else []
+    return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes), *told
 
 
 def outcome_sections(outcome: Outcome, config: Mapping[str, Choice]) -> Iterator[Section]:

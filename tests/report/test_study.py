@@ -115,6 +115,14 @@ def test_answers_stand_in_rows_and_only_what_differs_between_machines_is_told(st
     assert "NVIDIA T4" in differs and "t4.db" in differs and "torch" not in differs.partition("Configs")[0]
 
 
+def test_answers_are_compared_by_energy_too_where_one_of_them_knows_it(study: Study) -> None:
+    assert study.result is not None
+    counted = replace(study, name="counted", result=but(study.result, joules_per_sample=0.52))
+    told = as_text(comparison_sections([study, counted]), width=120)
+    assert "J/sample" in told and any(line.split()[-1:] == ["0.52"] for line in told.splitlines())
+    assert "J/sample" not in as_text(comparison_sections([study, study]), width=120)
+
+
 def test_a_row_of_figures_is_one_line_in_a_terminal(study: Study) -> None:
     """Else its last figure is cut between number and unit."""
     assert study.result is not None

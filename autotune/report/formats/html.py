@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from autotune.records.objective import OBJECTIVES
 from autotune.report.html import STYLE, body
 from autotune.report.plots import pictures, why_no_pictures
 from autotune.report.sections import Section, pairs
@@ -34,7 +35,7 @@ h1 {{ font-size: 1.6em; margin: .4em 0; }}
 </html>
 """
 _LEAD = (
-    "autotune looked for the configuration that trains this model fastest on this machine within its memory. It trained each "
+    "autotune looked for the configuration that trains this model {aim} on this machine within its memory. It trained each "
     "candidate for a few steps in a process of its own (a probe), and then compared the best few with the baseline, which "
     "is what was run before, in fresh processes that took turns (the play-off)."
 )
@@ -47,11 +48,12 @@ def render(study: Study) -> str:
     first = [section for section in sections if section.title in _FIRST]
     later = [section for section in sections if section not in first and section.title != "Probes"]
     probes = [section for section in sections if section.title == "Probes"]
+    aim = OBJECTIVES[study.facts.objective].aim
     machine = Section("Machine and versions", (pairs(machine_facts(study)),), "as the search found them")
     return _PAGE.format(
-        title=escape(f"{study.name}: how to train it fastest"),
+        title=escape(f"{study.name}: how to train it {aim}"),
         style=STYLE,
-        lead=escape(_LEAD),
+        lead=escape(_LEAD.format(aim=aim)),
         answer=body([*first[:1], Section("", headline.blocks), *first[1:]]),
         pictures=_pictures(study),
         rest=body([*later, *probes, machine]),

@@ -54,6 +54,12 @@ def test_the_page_tells_the_verdict_the_config_the_reasons_and_the_machine(study
     assert {"Effect of each change", "Run it", "Probes", "Machine and versions"} <= set(page.titles)
 
 
+def test_the_page_says_what_was_searched_for(study: Study) -> None:
+    assert "gpt: how to train it fastest" in Page(render(study)).words
+    thrifty = Page(render(replace(study, facts=replace(study.facts, objective="energy"))))
+    assert "gpt: how to train it with the least energy" in thrifty.words and "fastest" not in thrifty.words[:600]
+
+
 def test_the_page_loads_nothing(study: Study) -> None:
     page = render(study)
     assert not any(Page(page).addresses)
