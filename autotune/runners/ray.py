@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -191,14 +191,10 @@ class ActorLine:
     """Calls an actor."""
 
     def __init__(self, actor: Any, node: str) -> None:
-        self._actor: Any = actor
-        self._node = node
+        self._actor, self._node = actor, node
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
-        if self._actor is None:
-            answer.set_exception(ProbeFault(f"its process on {self._node} was ended"))
-            return answer
         told: Future[Any] = getattr(self._actor, method).remote(*arguments).future()
         told.add_done_callback(lambda told: self._pass_on(told, answer))
         return answer
@@ -208,7 +204,6 @@ class ActorLine:
 
         with contextlib.suppress(Exception):  # it is gone already, or the cluster is
             ray.kill(self._actor)
-        self._actor = None  # Ray would take a handle that goes later for one of the process's next cluster
 
     def _pass_on(self, told: Future[Any], answer: Future[Any]) -> None:
         from ray.exceptions import ActorUnavailableError, RayTaskError
@@ -304,7 +299,7 @@ def connect(address: str) -> Iterator[Any]:
             }
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            with set_variables(SETTINGS if own else {}):
+            with mock.patch.dict(os.environ, SETTINGS if own else {}):
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
         except Exception as error:
             raise ConfigError(
@@ -316,21 +311,6 @@ def connect(address: str) -> Iterator[Any]:
         stack.enter_context(mock.patch.object(ray._private.worker, "print_to_stdstream", create=True))
         signal.signal(signal.SIGTERM, handler)
         yield ray
-
-
-@contextlib.contextmanager
-def set_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment meanwhile. What Ray sets there itself, such as how it authenticates, stays."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class RayRunner(SeveralSlots):
@@ -438,12 +418,11 @@ class RayRunner(SeveralSlots):
         Raises:
             DeviceError: there is none.
         """
-        nodes = [node for node in self._ray.nodes() if node["Alive"]]
         if self._wish.kind == "auto":
-            has_gpus = any(node["Resources"].get("GPU") for node in nodes)
+            has_gpus = any(node["Resources"].get("GPU") for node in self._ray.nodes() if node["Alive"])
             self._wish = replace(self._wish, kind=CudaDevice.kind if has_gpus else CpuDevice.kind)
-        self._require_room(nodes)
-        asked = {seat: self._begin(seat) for seat in self._seats(nodes)}
+        seats = self._seats(self._ray.nodes())
+        asked = {seat: self._begin(seat) for seat in seats}
         wait(asked.values(), PLACE_S, FIRST_COMPLETED)
         wait(asked.values(), LATER_S)
         found, told = [], []
@@ -457,25 +436,25 @@ class RayRunner(SeveralSlots):
             except AutotuneError as error:
                 told.append(f"{seat.node} is left out: {error}")
         if not found:
-            raise DeviceError(f"no node of the Ray cluster can be used: {'; '.join(dict.fromkeys(told))}")
+            raise DeviceError(
+                f"no node of the Ray cluster can be used: {'; '.join(dict.fromkeys(told)) or self._why_no_seat()}"
+            )
         reference, unlike = self._settle(found)
         self.notes = tuple(dict.fromkeys((*told, *unlike, *(note for one in found for note in one.notes))))
         return reference
 
-    def _require_room(self, nodes: list[dict[str, Any]]) -> None:
-        """Raise DeviceError where no living node has what a slot takes."""
-        if self._seats(nodes):
-            return
-        why = "none has a CPU that Ray may use"
-        if capabilities_of(self._wish.kind).own_processors:
-            most = max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
-            why = "none has a GPU; use --device cpu to train on CPUs"
-            if most:
-                why = (
-                    f"--devices {self._wish.size} are more than one node has ({most}), and the processes that train together find and "
-                    "watch each other through the files of one machine; ask for as many as a node has"
-                )
-        raise DeviceError(f"no node of the Ray cluster can be used: {why}")
+    def _why_no_seat(self) -> str:
+        """Why no node has room for a slot."""
+        kind, size = self._wish.kind, self._wish.size
+        if not capabilities_of(kind).own_processors:
+            return "none has a CPU that Ray may use"
+        most = max((int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]), default=0)
+        if not most:
+            return "none has a GPU; use --device cpu to train on CPUs"
+        return (
+            f"--devices {size} are more than one node has ({most}), and processes that train together run on one node: they find and "
+            "watch each other through its files"
+        )
 
     def _settle(self, found: list[Found]) -> tuple[DeviceInfo, list[str]]:
         """Take in the slots that are like most. Returns what they are like, and what to tell of the others and of this machine."""
@@ -641,4 +620,3 @@ class RayRunner(SeveralSlots):
     def _close_lines(self) -> None:
         for line in self._lines:
             line.close()
-        self._parcel = None

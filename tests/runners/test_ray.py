@@ -8,19 +8,16 @@ import subprocess
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from autotune.errors import ConfigError, DeviceError, TaskError
-from autotune.records.device import DeviceInfo
+from autotune.errors import ConfigError, TaskError
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.in_flight import Host
-from autotune.runners.ray import Found, RayRunner, Seat, Wish
-from autotune.runners.remote import Described, RemoteMember, Share
+from autotune.runners.ray import RayRunner, Wish
+from autotune.runners.remote import RemoteMember
 from autotune.task.parcel import pack
 from autotune.task.source import TaskSource
-from autotune.version import __version__
 from tests.played_cluster import MODEL, Cost, Played, kill_actor, kill_worker, played_cluster, probe
 from tests.short_play_off import AUTOTUNE
 
@@ -134,75 +131,6 @@ def test_data_that_a_node_has_not_is_told_with_the_node(runner: RayRunner, tmp_p
         TaskError, match=f"on {member.machine}: there is no {tmp_path}/data, which the task's code names"
     ):
         other.__enter__()
-
-
-class Disconnected:
-    """A line to nobody."""
-
-    def __init__(self) -> None:
-        self.is_closed = False
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def found(node: str, autotune: str = __version__, num_cores: int = 8, **changes: Any) -> Found:
-    """A slot on a node's only GPU."""
-    known = {
-        "name": "cuda:0",
-        "model": "NVIDIA A100",
-        "total_bytes": 2**36,
-        "free_bytes": 2**36,
-        "torch_version": "2.13.0",
-    }
-    share = Share(kind="cuda", devices="1", index=0, num=1)
-    return Found(
-        seat=Seat(node=node, node_id=node, share=share, num_cpus=8, num_gpus=1),
-        line=Disconnected(),  # type: ignore[arg-type]
-        described=Described(device=DeviceInfo(**{**known, **changes}), num_cores=num_cores, autotune=autotune),
-        gpus=("3",),
-        notes=(),
-    )
-
-
-@pytest.mark.parametrize(
-    ("other", "told"),
-    [
-        ({"model": "NVIDIA T4", "total_bytes": 2**34}, "it has NVIDIA T4 and 16 GiB of memory"),
-        ({"driver": "550.54"}, "it has the driver 550.54"),
-        ({"torch_version": "2.12.0"}, "it has torch 2.12.0"),
-        ({"autotune": "0.0.1"}, f"it has autotune 0.0.1, and {__version__} is needed"),
-        ({"free_bytes": 2**35}, "it has 32 GiB of memory free, where another has 64 GiB"),
-    ],
-)
-def test_nodes_unlike_most_are_told_and_left_out(other: dict[str, Any], told: str, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cuda")
-    odd = found("odd", **other)
-    reference, notes = runner._settle([odd, found("a"), found("b")])
-    assert reference.model == "NVIDIA A100" and [*runner._members] == ["a/cuda:3", "b/cuda:3"]
-    assert notes == [f"odd is left out: {told}; measurements of unlike machines are not compared"]
-    assert odd.line.is_closed  # type: ignore[attr-defined]
-
-
-def test_a_number_of_slots_is_the_most_that_are_used(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cuda", slots="2")
-    runner._settle([found("a"), found("b"), found("c")])
-    assert [*runner._members] == ["a/cuda:3", "b/cuda:3"]
-
-
-@pytest.mark.parametrize(
-    ("size", "told"), [(1, "none has a GPU"), (4, r"--devices 4 are more than one node has \(2\)")]
-)
-def test_where_no_node_has_room_for_a_slot_it_is_told_why(size: int, told: str, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cuda", devices=str(size))
-    gpus = {"GPU": 2.0} if size > 1 else {}
-    node = {"NodeID": "1", "Alive": True, "NodeManagerHostname": "a", "Resources": {"CPU": 8.0, **gpus}}
-    assert not runner._seats([node])
-    with pytest.raises(DeviceError, match=told):
-        runner._require_room([node])
 
 
 @pytest.mark.parametrize(
