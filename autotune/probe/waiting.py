@@ -8,6 +8,7 @@ clocks: their gathering and waiting is part of their forward and backward pass.
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -16,9 +17,8 @@ from typing import Any, Self
 from autotune.lazy import torch
 from autotune.records.formats import Record
 
-NUM_COMPARED = (
-    4  # steps of each rank: of two that are equal, one is the last in all steps by chance in one of 35 comparisons
-)
+NUM_COMPARED = 4  # steps of each rank, at least
+SURE = 2.3  # standard deviations of Mann and Whitney's count: of four steps each, all must be apart, which is chance in one of 35
 NUM_TOLD = 10  # first steps of a user's command of which each is looked at
 _SELDOM = 100  # by itself torch tells of its first ten passes that wait for others, then of each hundredth
 UNEQUAL = 0.05  # of what the first rank computes: waiting that is less matters little
@@ -91,8 +91,7 @@ class Ranks:
         computed_s = median(one.forward_s + one.backward_s for one in first)
         if min(map(len, self.times)) < NUM_COMPARED or max(waits_s) - min(waits_s) < UNEQUAL * computed_s:
             return None
-        apart = max(one.exposed_s for one in last) < min(one.exposed_s for one in first)
-        return waits_s.index(min(waits_s)) if apart else None
+        return waits_s.index(min(waits_s)) if _are_apart(last, first) else None
 
     def phases_s(self, accumulation_steps: int) -> dict[str, float]:
         """Seconds of an optimizer step as the first rank sees it: it computes, waits for the last, and with it for the wire.
@@ -111,3 +110,15 @@ class Ranks:
     @property
     def _first(self) -> Sequence[RankTimes]:
         return self.times[self.waits_s.index(max(self.waits_s))]
+
+
+def _are_apart(last: Sequence[RankTimes], first: Sequence[RankTimes]) -> bool:
+    """Whether one rank waits less than another by more than the noise.
+
+    The test is Mann and Whitney's (1947): it counts the pairs of steps in which the first one waits no longer. A few steps that other
+    work on the machine disturbed do not hide a rank that is slow in all others.
+    """
+    wrong = sum(one.exposed_s >= other.exposed_s for one in last for other in first)
+    num_pairs = len(last) * len(first)
+    deviation = math.sqrt(num_pairs * (len(last) + len(first) + 1) / 12)
+    return wrong <= num_pairs / 2 - SURE * deviation

@@ -27,12 +27,15 @@ def wait_for_others(search: Search) -> bool:
 
 
 def hold_play_off(search: Search) -> bool:
-    """Take the play-off, or wait for the search that holds it. False where that one has answered, or the time is up."""
-    before = search.store.facts.result
-    is_told = False
+    """Take the play-off, or wait for the search that holds it. False where another search has answered, or the time is up.
+
+    The answer of a search that ended while this one explored is this one's, too, unless what is best now was not in
+    its play-off.
+    """
+    waited = False
     while not search.store.take_play_off():
-        if not is_told:
-            is_told = True
+        if not waited:
+            waited = True
             search.listener.tell("another search of this study holds the play-off; this one waits for its answer")
         if search.interrupted() or search.left_s <= 0:
             search.warn(
@@ -41,11 +44,18 @@ def hold_play_off(search: Search) -> bool:
             return False
         _wait(search)
     answer = search.store.facts.result
-    if not is_told or answer is None or answer == before:
+    if answer is None or answer == search.answer_before or not (waited or _has_played(search)):
         return True
     search.store.leave_play_off()
     search.answered = replace(answer, cost=search.cost())
     return False
+
+
+def _has_played(search: Search) -> bool:
+    """Whether the study's best config was in its play-off."""
+    search.catch_up()
+    best = search.history.best
+    return best is not None and any(trial.config == best[0] for trial in search.history.trials if trial.in_play_off)
 
 
 def _wait(search: Search) -> None:

@@ -35,6 +35,7 @@ def test_phases_are_what_the_first_rank_computes_and_waits_for() -> None:
         (((0.11, 0.11, 0.11, 0.11), (0.1, 0.1, 0.1, 0.1)), None),  # sure, and too little to matter
         (((0.3, 0.3, 0.3, 0.3), (0.1, 0.4, 0.1, 0.1)), None),  # within the noise
         (((0.3, 0.3, 0.3), (0.1, 0.1, 0.1)), None),  # too few to tell
+        (((0.3,) * 10, (0.4, *(0.1,) * 9)), 1),  # one step of ten was disturbed
     ],
 )
 def test_a_rank_is_slow_when_it_is_always_the_last_and_by_so_much_that_it_matters(
