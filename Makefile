@@ -74,6 +74,9 @@ bench-priors: $(VENV)/.installed-dev  ## what earlier studies are worth to a sea
 bench-shared-study: $(VENV)/.installed-dev  ## what a study costs that several searches share, and what faults do to it; needs PostgreSQL
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.shared_study $(BENCH_ARGS)
 
+bench-ray: $(VENV)/.installed-dev  ## what Ray costs a probe, and with --faults what faults cost
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.ray $(BENCH_ARGS)
+
 bench-play-off: $(VENV)/.installed-dev  ## power and coverage of the play-off, over closed forms
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.play_off $(BENCH_ARGS)
 

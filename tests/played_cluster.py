@@ -18,14 +18,20 @@ from typing import Any
 import psutil
 import pytest
 
+from autotune.errors import StudyError
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Outcome
+from autotune.records.study import Trial
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.ray import RayRunner
 from autotune.runners.runner import SlotLost
+from autotune.study.reading import load_study
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from tests.room import limit_bytes
+from tests.short_play_off import AUTOTUNE
+
+ROOT = Path(__file__).parents[1]
 
 KILLS_ITSELF, HANGS = 666, 777  # batch sizes
 MODEL = f"""
@@ -153,7 +159,7 @@ class Cost:
 
     Attributes:
         lost: what became of the probe that ran.
-        seen_s: seconds until the search knew.
+        seen_s: seconds until the search knew; of a search that was killed, until no process of it was left.
         back_s: until there were as many slots as before; None where there is no other.
         left: processes of ours that the fault left behind.
     """
@@ -245,6 +251,40 @@ def remove_node(played: Played, runner: RayRunner) -> Cost:
 
     remove = lambda: played.ray.remove_node(played.second, allow_graceful=False)  # noqa: E731
     return run_through(played, runner, remove, probe(HANGS), back=False)
+
+
+def kill_driver(played: Played | None, folder: Path) -> Cost:
+    """The process that searches gets SIGKILL after three trials, and the same command goes on; `None`: it has a Ray of its own."""
+    (folder / "played.py").write_text(MODEL)
+    address = "ray" if played is None else f"ray:{played.address}"
+    command = [*AUTOTUNE, "search", "played.py", "--runner", address, "--budget", "2m", "--json"]
+    study = folder / "studies" / "played.db"
+    shared: dict[str, Any] = {
+        "cwd": folder,
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+        "stderr": subprocess.DEVNULL,
+    }
+    with subprocess.Popen(command, **shared, stdout=subprocess.DEVNULL) as driver:
+        try:
+            wait_for(lambda: len(probes_of(study)) >= 3)
+            started = [*psutil.Process(driver.pid).children(recursive=True), *(played.ours() if played else ())]
+        finally:
+            driver.kill()
+    began_s = time.monotonic()
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not any(map(is_alive, started)))
+    seen_s, before = time.monotonic() - began_s, probes_of(study)
+    subprocess.run(command, **shared, stdout=subprocess.DEVNULL, check=True)
+    kept = {trial.number: trial.outcome for trial in probes_of(study)}
+    lost = [trial.number for trial in before if kept.get(trial.number) != trial.outcome]
+    return Cost(lost=f"{len(lost)} finished", seen_s=seen_s, back_s=None, left=sum(map(is_alive, started)))
+
+
+def probes_of(study: Path) -> tuple[Trial, ...]:
+    """The finished probes of a study that another process may be making."""
+    with contextlib.suppress(StudyError):
+        return load_study(study).probes
+    return ()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -26,11 +26,11 @@ from autotune.devices.calibration import arithmetic
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.cuda import CudaDevice
 from autotune.devices.linux import PROC, end_with_parent
-from autotune.devices.slots import NEARLY_FREE
 from autotune.errors import AutotuneError, ConfigError, DeviceError, first_line, in_one_line
 from autotune.records.config import World
-from autotune.records.device import DeviceInfo, Slot, same_memory
+from autotune.records.device import DeviceInfo, Slot
 from autotune.records.options import ONE_DEVICE, ONE_SLOT, SearchOptions
+from autotune.runners.alike import Offer, choose, differences
 from autotune.runners.elsewhere import Elsewhere
 from autotune.runners.jobs import Job
 from autotune.runners.remote import Described, RemoteMember, Share, Station
@@ -39,7 +39,6 @@ from autotune.runners.slots import SeveralSlots
 from autotune.task.parcel import pack
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, plural
-from autotune.version import __version__
 
 PLACE_S = 60.0  # for the first actor to start: a new process, which imports ray
 LATER_S = 10.0  # for the others after it; those whose machine is taken come later, or not
@@ -191,10 +190,14 @@ class ActorLine:
     """Calls an actor."""
 
     def __init__(self, actor: Any, node: str) -> None:
-        self._actor, self._node = actor, node
+        self._actor: Any = actor
+        self._node = node
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
+        if self._actor is None:
+            answer.set_exception(ProbeFault(f"its process on {self._node} was ended"))
+            return answer
         told: Future[Any] = getattr(self._actor, method).remote(*arguments).future()
         told.add_done_callback(lambda told: self._pass_on(told, answer))
         return answer
@@ -204,6 +207,7 @@ class ActorLine:
 
         with contextlib.suppress(Exception):  # it is gone already, or the cluster is
             ray.kill(self._actor)
+        self._actor = None  # Ray would take a handle that goes later for one of the process's next cluster
 
     def _pass_on(self, told: Future[Any], answer: Future[Any]) -> None:
         from ray.exceptions import ActorUnavailableError, RayTaskError
@@ -249,30 +253,10 @@ class Found:
         number = ",".join(self.gpus) if self.gpus else str(share.index) if share.num > 1 else ""
         return f"{self.seat.node}/{kind}" + (f":{number}" if number else "")
 
-    def unlike(self, other: DeviceInfo) -> str:
-        """What is otherwise there than on another machine, in words; empty where all that measurements depend on is alike."""
-        here = self.described.device
-        if self.described.autotune != __version__:
-            return f"autotune {self.described.autotune}, and {__version__} is needed"
-        if self.described.num_cores < self.seat.share.num:
-            return f"{plural(self.described.num_cores, 'core')} for {plural(self.seat.share.num, 'slot')}"
-        return differences(here, other)
-
-
-def differences(one: DeviceInfo, other: DeviceInfo) -> str:
-    """What one device has and another has not, in words, as far as measurements depend on it; empty where they are alike."""
-    said = []
-    if one.model != other.model:
-        said.append(one.model)
-    if not same_memory(one.total_bytes, other.total_bytes):
-        said.append(f"{format_bytes(one.total_bytes)} of memory")
-    if one.num_threads != other.num_threads:
-        said.append(plural(one.num_threads, "thread"))
-    if one.driver != other.driver:
-        said.append(f"the driver {one.driver}")
-    if one.torch_version != other.torch_version:
-        said.append(f"torch {one.torch_version}")
-    return " and ".join(said)
+    @property
+    def offer(self) -> Offer:
+        """What is compared with the others."""
+        return Offer(described=self.described, num=self.seat.share.num)
 
 
 @contextlib.contextmanager
@@ -299,7 +283,7 @@ def connect(address: str) -> Iterator[Any]:
             }
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            with mock.patch.dict(os.environ, SETTINGS if own else {}):
+            with set_variables(SETTINGS if own else {}):
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
         except Exception as error:
             raise ConfigError(
@@ -311,6 +295,21 @@ def connect(address: str) -> Iterator[Any]:
         stack.enter_context(mock.patch.object(ray._private.worker, "print_to_stdstream", create=True))
         signal.signal(signal.SIGTERM, handler)
         yield ray
+
+
+@contextlib.contextmanager
+def set_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment meanwhile. What Ray sets there itself, such as how it authenticates, stays."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class RayRunner(SeveralSlots):
@@ -418,11 +417,12 @@ class RayRunner(SeveralSlots):
         Raises:
             DeviceError: there is none.
         """
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
         if self._wish.kind == "auto":
-            has_gpus = any(node["Resources"].get("GPU") for node in self._ray.nodes() if node["Alive"])
+            has_gpus = any(node["Resources"].get("GPU") for node in nodes)
             self._wish = replace(self._wish, kind=CudaDevice.kind if has_gpus else CpuDevice.kind)
-        seats = self._seats(self._ray.nodes())
-        asked = {seat: self._begin(seat) for seat in seats}
+        self._require_room(nodes)
+        asked = {seat: self._begin(seat) for seat in self._seats(nodes)}
         wait(asked.values(), PLACE_S, FIRST_COMPLETED)
         wait(asked.values(), LATER_S)
         found, told = [], []
@@ -436,54 +436,44 @@ class RayRunner(SeveralSlots):
             except AutotuneError as error:
                 told.append(f"{seat.node} is left out: {error}")
         if not found:
-            raise DeviceError(
-                f"no node of the Ray cluster can be used: {'; '.join(dict.fromkeys(told)) or self._why_no_seat()}"
-            )
+            raise DeviceError(f"no node of the Ray cluster can be used: {'; '.join(dict.fromkeys(told))}")
         reference, unlike = self._settle(found)
         self.notes = tuple(dict.fromkeys((*told, *unlike, *(note for one in found for note in one.notes))))
         return reference
 
-    def _why_no_seat(self) -> str:
-        """Why no node has room for a slot."""
-        kind, size = self._wish.kind, self._wish.size
-        if not capabilities_of(kind).own_processors:
-            return "none has a CPU that Ray may use"
-        most = max((int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes() if node["Alive"]), default=0)
-        if not most:
-            return "none has a GPU; use --device cpu to train on CPUs"
-        return (
-            f"--devices {size} are more than one node has ({most}), and processes that train together run on one node: they find and "
-            "watch each other through its files"
-        )
+    def _require_room(self, nodes: list[dict[str, Any]]) -> None:
+        """Raise DeviceError where no living node has what a slot takes."""
+        if self._seats(nodes):
+            return
+        why = "none has a CPU that Ray may use"
+        if capabilities_of(self._wish.kind).own_processors:
+            most = max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
+            why = "none has a GPU; use --device cpu to train on CPUs"
+            if most:
+                why = (
+                    f"--devices {self._wish.size} are more than one node has ({most}), and the processes that train together find and "
+                    "watch each other through the files of one machine; ask for as many as a node has"
+                )
+        raise DeviceError(f"no node of the Ray cluster can be used: {why}")
 
     def _settle(self, found: list[Found]) -> tuple[DeviceInfo, list[str]]:
-        """Take in the slots that are like most. Returns what they are like, and what to tell of the others and of this machine."""
-        infos = [one.described.device for one in found]
+        """Take in the slots that are like most. Returns what they are like, and what to tell of the others and of this machine.
+
+        Raises:
+            DeviceError: there is none.
+        """
         here = self._device_here()
-        alike = [sum(not differences(info, other) for other in infos) for info in infos]
-        best = max(
-            range(len(infos)),
-            key=lambda place: (alike[place], here is not None and not differences(infos[place], here)),
-        )
-        reference, told = infos[best], []
-        most_bytes = max(info.free_bytes for info in infos if not differences(info, reference))
+        reference, whys = choose([one.offer for one in found], here)
+        told = [f"{one.seat.node} is left out: {why}" for one, why in zip(found, whys, strict=True) if why]
+        used = [one for one, why in zip(found, whys, strict=True) if not why][: self._wish.most]
+        if not used:
+            raise DeviceError("; ".join(["no node of the Ray cluster can be used", *dict.fromkeys(told)]))
         for one in found:
-            unlike = one.unlike(reference)
-            free_bytes = one.described.device.free_bytes
-            if not unlike and capabilities_of(reference.name).own_memory and free_bytes < NEARLY_FREE * most_bytes:
-                unlike = f"{format_bytes(free_bytes)} of memory free, where another has {format_bytes(most_bytes)}"
-            full = self._wish.most is not None and len(self._members) >= self._wish.most
-            if unlike:
-                told.append(
-                    f"{one.seat.node} is left out: it has {unlike}; measurements of unlike machines are not compared"
-                )
-            if unlike or full:
-                one.line.close()
-            else:
+            if one in used:
                 self._members[one.slot] = self._member(one)
                 self._asked[one.seat.key] = one.slot
-        if not self._members:
-            raise DeviceError("; ".join(["no node of the Ray cluster can be used", *told]))
+            else:
+                one.line.close()
         self.keeps_traces = here is not None and not differences(reference, here)
         if here is not None and not self.keeps_traces:
             told.append(
@@ -567,9 +557,9 @@ class RayRunner(SeveralSlots):
         """A slot that comes later, ready to run jobs. Raises AutotuneError where it is left out."""
         found = asked.result()
         assert self._reference is not None
-        if unlike := found.unlike(self._reference):
+        if why := found.offer.why_not(self._reference):
             found.line.close()
-            raise DeviceError(f"it has {unlike}; measurements of unlike machines are not compared")
+            raise DeviceError(why)
         return self._member(found).__enter__()
 
     def _look(self) -> None:
@@ -620,3 +610,4 @@ class RayRunner(SeveralSlots):
     def _close_lines(self) -> None:
         for line in self._lines:
             line.close()
+        self._parcel = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.errors import ConfigError, TaskError
+from autotune.errors import ConfigError, DeviceError, TaskError
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.in_flight import Host
 from autotune.runners.ray import RayRunner, Wish
@@ -131,6 +131,19 @@ def test_data_that_a_node_has_not_is_told_with_the_node(runner: RayRunner, tmp_p
         TaskError, match=f"on {member.machine}: there is no {tmp_path}/data, which the task's code names"
     ):
         other.__enter__()
+
+
+@pytest.mark.parametrize(
+    ("size", "told"), [(1, "none has a GPU"), (4, r"--devices 4 are more than one node has \(2\)")]
+)
+def test_where_no_node_has_room_for_a_slot_it_is_told_why(size: int, told: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cuda", devices=str(size))
+    gpus = {"GPU": 2.0} if size > 1 else {}
+    node = {"NodeID": "1", "Alive": True, "NodeManagerHostname": "a", "Resources": {"CPU": 8.0, **gpus}}
+    assert not runner._seats([node])
+    with pytest.raises(DeviceError, match=told):
+        runner._require_room([node])
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +14,8 @@ if find_spec("ray") is None:
 
 from autotune.runners.ray import RayRunner
 from autotune.runners.runner import NoSlotLeft, SlotLost
-from autotune.study.reading import load_study
 from tests import played_cluster as faults
-from tests.played_cluster import MODEL, Cost, Played, is_alive, played_cluster, probe, running, small_disk, wait_for
-from tests.short_play_off import AUTOTUNE
+from tests.played_cluster import Cost, Played, played_cluster, probe, running, small_disk, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
@@ -83,22 +77,6 @@ def test_a_cluster_that_shrinks_to_nothing_has_no_slot_left(tmp_path: Path, monk
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_driver_that_is_killed_leaves_its_trials_and_no_process(own: bool, played: Played, tmp_path: Path) -> None:
-    (tmp_path / "played.py").write_text(MODEL)
-    where = [] if own else [f"ray:{played.address}"]
-    command = [*AUTOTUNE, "search", "played.py", "--runner", *(where or ["ray"]), "--budget", "2m", "--json"]
-    study = tmp_path / "studies" / "played.db"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as driver:
-        try:
-            wait_for(lambda: study.exists() and len(load_study(study).trials) >= 3)
-            children = [*faults.psutil.Process(driver.pid).children(recursive=True), *played.ours()]
-        finally:
-            os.kill(driver.pid, signal.SIGKILL)
-    began_s = time.monotonic()
-    wait_for(lambda: not any(map(is_alive, children)) and not played.ours())
-    print(f"no process after {time.monotonic() - began_s:.1f} s")
-    before = load_study(study)
-    again = subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert json.loads(again.stdout)["config"]
-    kept = {trial.number: trial.outcome for trial in load_study(study).trials}
-    assert all(kept[trial.number] == trial.outcome for trial in before.trials)
+    cost = faults.kill_driver(None if own else played, tmp_path)
+    assert (cost.lost, cost.left) == ("0 finished", 0)
+    assert not played.ours()
