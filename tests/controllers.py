@@ -23,7 +23,7 @@ from autotune.records.options import SearchOptions
 from autotune.study import place, store
 from autotune.study.backends.postgres import Postgres
 from autotune.tuning import playoff
-from autotune.tuning.events import Listener, Note, ProbeStarted
+from autotune.tuning.events import Listener, Note, ProbeStarted, SearchStarted
 from autotune.tuning.search import search
 from tests.closed_form import ClosedFormRunner
 
@@ -36,9 +36,15 @@ now_s = time.time
 time.time = lambda: now_s() + asked["ahead_s"]
 playoff.MAX_ROUNDS = playoff.MIN_ROUNDS
 
+def wait():
+    print(json.dumps({"begins": True}), flush=True)
+    sys.stdin.readline()
+
 class Tells(Listener):
     def on(self, event):
         match event:
+            case SearchStarted() if asked["waits"] == "opened":
+                wait()
             case ProbeStarted():
                 print(json.dumps({"started": event.number, "stage": event.stage}), flush=True)
             case Note():
@@ -47,9 +53,8 @@ class Tells(Listener):
 runner = ClosedFormRunner(noise=0.01, seed=asked["seed"], seconds=asked["seconds"])
 options = SearchOptions(storage=asked["storage"], sampler=asked["sampler"], seed=asked["seed"], budget_s=asked["budget_s"],
                         num_trials=asked["num_trials"])
-print(json.dumps({"begins": True}), flush=True)
-if asked["waits"]:
-    sys.stdin.readline()
+if asked["waits"] is True:
+    wait()
 result = search(None, options, runner=runner, listener=Tells())
 print(json.dumps({"result": result.to_dict(), "configs": len(runner.configs)}), flush=True)
 """
@@ -122,7 +127,8 @@ def controllers(
 
     Args:
         environment: variables of each; nothing for none.
-        asked: as in `USUAL`; a list holds the value for each.
+        asked: as in `USUAL`; a list holds the value for each. `waits` says whether one waits for `go` before it opens the study, or,
+            where that is "opened", before its first probe.
     """
     found = []
     for seed in range(number):

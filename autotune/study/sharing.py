@@ -110,7 +110,10 @@ class Watch:
                 since_s = time.monotonic()
 
     def _free(self, *, by_heartbeat: bool) -> None:
-        for study in self._studies():
+        studies = self._studies()
+        if self._backend.all_are_heard(self._storage, [study._study_id for study in studies]):
+            return  # every search asks this every few seconds: to read all that runs would keep a server busy
+        for study in studies:
             for trial in running_elsewhere(study, self._own()):
                 begun = BegunTrial.from_dict(trial.user_attrs)
                 by_clock = not self._backend.keeps_heartbeats

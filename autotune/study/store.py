@@ -295,28 +295,39 @@ class Store:
             runs the config now, or has probed it since.
         """
         with self._alone():
-            if self.shared is not None:
-                kept = self._kept()
-                if self._is_unsure and (number := self._adopt(proposal, kept)) is not None:
-                    return number
-                seen = self._see(kept)
-                if proposal.stage != PLAY_OFF and _is_taken(proposal.config, num_known, seen):
-                    return None
-            number, self._next_number = self._next_number, self._next_number + 1
-            begun = BegunTrial(
-                number=number,
-                config=proposal.config.as_dict(),
-                stage=proposal.stage,
-                reason=proposal.reason or (prediction.reason if prediction else ""),
-                prediction=prediction,
-                round=proposal.round,
-                owner=this_process(),
-                seen_at_s=time.time(),
-            )
-            study = self._study_of(proposal.stage)
-            trial_id = self._create(study, begun, space.params(proposal.config), distributions_of(space))
-            self._running[number] = study, trial_id
-            return number
+            opened = self._open_trial(proposal, prediction, space, num_known)
+        self._is_unsure = (
+            False  # not before: where the storage is lost as this ends, another attempt has to find the trial
+        )
+        if opened is None:
+            return None
+        number, self._running[number] = opened
+        return number
+
+    def _open_trial(
+        self, proposal: Proposal, prediction: Prediction | None, space: Space, num_known: int | None
+    ) -> tuple[int, tuple[optuna.Study, int]] | None:
+        """The number of a trial for a proposal, its study and its id."""
+        if self.shared is not None:
+            kept = self._kept()
+            if self._is_unsure and (left := self._adopt(proposal, kept)) is not None:
+                return left
+            seen = self._see(kept)
+            if proposal.stage != PLAY_OFF and _is_taken(proposal.config, num_known, seen):
+                return None
+        number, self._next_number = self._next_number, self._next_number + 1
+        begun = BegunTrial(
+            number=number,
+            config=proposal.config.as_dict(),
+            stage=proposal.stage,
+            reason=proposal.reason or (prediction.reason if prediction else ""),
+            prediction=prediction,
+            round=proposal.round,
+            owner=this_process(),
+            seen_at_s=time.time(),
+        )
+        study = self._study_of(proposal.stage)
+        return number, (study, self._create(study, begun, space.params(proposal.config), distributions_of(space)))
 
     def _create(
         self, study: optuna.Study, begun: BegunTrial, params: dict[str, Any], distributions: dict[str, BaseDistribution]
@@ -330,10 +341,9 @@ class Store:
         trial_id = self._storage.create_new_trial(self._storage.get_study_id_from_name(study.study_name), opened)
         if self.shared is not None:
             self.shared.beat(self._storage, [trial_id])
-        self._is_unsure = False
         return trial_id
 
-    def _adopt(self, proposal: Proposal, kept: Iterable[FrozenTrial]) -> int | None:
+    def _adopt(self, proposal: Proposal, kept: Iterable[FrozenTrial]) -> tuple[int, tuple[optuna.Study, int]] | None:
         """Take up the trial that an attempt before left, which did not learn that the storage has it. Further ones are closed."""
         here, own, wanted = this_process(), self._own(), proposal.config.as_dict()
         left = []
@@ -348,8 +358,7 @@ class Store:
         if not left:
             return None
         number, trial_id = left[0]
-        self._running[number] = self._study_of(proposal.stage), trial_id
-        return number
+        return number, (self._study_of(proposal.stage), trial_id)
 
     def beat(self) -> None:
         """Record that the controller of the running trials is alive, where the storage keeps no heartbeats. May be called often: it
@@ -422,23 +431,36 @@ class Store:
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
         self._running.pop(number)
 
+    @property
+    def holds_play_off(self) -> bool:
+        """Whether this search holds the play-off."""
+        return self._claim is not None
+
     @persistent
     def take_play_off(self) -> bool:
         """Whether the play-off is this search's to hold. One search of a study holds it; if that dies, another may."""
         if self.shared is None or self._claim is not None:
             return True
+        known = self._play_off
+        if known is not None and not self._is_unsure and self._claims(known):  # who waits for its end asks often
+            return False
         with self._alone():
-            study, here = self._study_of(DECIDING), this_process()
-            for trial in running_elsewhere(study, self._own()):
-                begun = BegunTrial.from_dict(trial.user_attrs)
-                if begun.stage == DECIDING and begun.owner == here and self._is_unsure:  # of an attempt before
-                    self._claim = trial._trial_id
-                    return True
-                if begun.stage == DECIDING:
-                    return False
-            begun = BegunTrial(stage=DECIDING, owner=here, seen_at_s=time.time())
-            self._claim = self._create(study, begun, {}, {})
-            return True
+            self._claim = self._open_claim(self._study_of(DECIDING))
+        self._is_unsure = False
+        return self._claim is not None
+
+    def _claims(self, study: optuna.Study) -> list[FrozenTrial]:
+        """What shows that another search holds the play-off, or an attempt of this one of which it knows nothing."""
+        others = running_elsewhere(study, self._own())
+        return [trial for trial in others if BegunTrial.from_dict(trial.user_attrs).stage == DECIDING]
+
+    def _open_claim(self, study: optuna.Study) -> int | None:
+        """The id of the trial that shows that this search holds the play-off; None where another search does."""
+        here = this_process()
+        for trial in self._claims(study):
+            is_own = self._is_unsure and BegunTrial.from_dict(trial.user_attrs).owner == here
+            return trial._trial_id if is_own else None
+        return self._create(study, BegunTrial(stage=DECIDING, owner=here, seen_at_s=time.time()), {}, {})
 
     def leave_play_off(self) -> None:
         """Let another search hold the play-off. Where the storage does not answer, it learns that from the missing heartbeats."""

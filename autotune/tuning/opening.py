@@ -374,6 +374,7 @@ def _open_over(
         listener=listener,
         interrupted=interrupted,
         asked=asked,
+        answer_before=kept.stored.result if kept.stored is not None else None,
         others=others,
         warnings=warnings,
     )

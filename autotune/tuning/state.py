@@ -81,7 +81,7 @@ class Search:
         warnings: the warnings of the answer.
         play_off: None before it was opened.
         refused: what did not pass its comparison with plain fp32, each with the reason.
-        answer_before: the study's answer when this search began; None where it had none.
+        answer_before: the study's answer when this search began, before its inspection; None where it had none.
         answered: the answer of another search of the study, which held the play-off; None where this one did.
         others: what else of the task is to be trained, each to be ranked by a search of its own.
         beside_one_device: whether one device is measured beside those that train together.
@@ -105,12 +105,12 @@ class Search:
     warnings: list[str] = field(default_factory=list)
     play_off: PlayOff | None = None
     refused: list[str] = field(default_factory=list)
+    answer_before: Result | None = None
     answered: Result | None = None
     others: Sequence[Mapping[str, Choice]] = ()
     beside_one_device: bool = False
     num_faults: int = 0
     priors: PriorStore | None = None
-    answer_before: Result | None = field(init=False)
     at_once: AtOnce = field(init=False)
     _in_flight: dict[int, Flight] = field(default_factory=dict)  # by the runner's ticket
     _waiting: deque[Flight] = field(default_factory=deque)  # begun, for which there is no slot yet
@@ -118,7 +118,6 @@ class Search:
     _usual: set[str] = field(default_factory=set)  # disturbances that a second run met again: this machine is like that
 
     def __post_init__(self) -> None:
-        self.answer_before = self.store.facts.result
         self.at_once = AtOnce([slot.name for slot in self.runner.slots()], self.store.facts.neighbours)
         self.history.neighbours = self.at_once.found
         self._num_notes = len(self.runner.notes)

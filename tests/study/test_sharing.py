@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
-from sqlalchemy.exc import InterfaceError
+from sqlalchemy.exc import InterfaceError, OperationalError
 
 from autotune.errors import StudyError
 from autotune.records.config import Config
@@ -279,6 +279,43 @@ def test_a_commit_that_the_storage_kept_and_did_not_confirm_is_no_second_trial(
     monkeypatch.setattr(search.store._storage, "create_new_trial", create_unconfirmed)
     assert begin(search) == 0
     assert load_study(database).num_running == 1
+
+
+def test_a_lock_that_is_lost_once_its_trial_is_kept_makes_no_second_trial(
+    open_at: Callable[..., Search], database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, other = open_at(database), open_at(database)
+    assert search.store.shared is not None
+    alone, failures = search.store.shared.alone, [1]
+
+    @contextlib.contextmanager
+    def lost(*args: Any) -> Iterator[None]:
+        with alone(*args):
+            yield
+        if failures:
+            failures.pop()
+            raise OperationalError("COMMIT", None, Exception("the server is shutting down"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(search.store.shared, "alone", lost)
+        assert begin(search) == 0
+        failures.append(1)
+        assert search.store.take_play_off()
+    assert load_study(database).num_running == 1 and not other.store.take_play_off()
+    finish(search, 0)
+    search.store.leave_play_off()
+    assert load_study(database).num_running == 0 and other.store.take_play_off()
+
+
+def test_searches_that_are_alive_read_no_trial_of_each_other(open_at: Callable[..., Search], database: str) -> None:
+    searches = [open_at(database) for _ in range(2)]
+    for search, config in zip(searches, searches[0].history.space, strict=False):
+        begin(search, config)
+    studies = {study._study_id for search in searches for study in search.store._studies()}
+    backend, storage = searches[0].store.shared, searches[0].store._storage
+    assert backend is not None and backend.all_are_heard(storage, studies)
+    die(searches[1])
+    eventually(lambda: not backend.all_are_heard(storage, studies))
 
 
 def test_an_earlier_version_is_refused_with_the_way_out(

@@ -93,5 +93,9 @@ class SharedBackend(ABC):
     def beat(self, storage: BaseStorage, trial_ids: Collection[int]) -> None:  # noqa: B027  # a journal has none
         """Show that the search of these running trials is alive."""
 
+    def all_are_heard(self, storage: BaseStorage, study_ids: Collection[int]) -> bool:
+        """Whether every running trial of these studies shows signs of life, so that nobody need be looked after. A journal cannot tell."""
+        return False
+
     def close(self, storage: BaseStorage) -> None:  # noqa: B027  # a journal has none
         """Let the storage's connections go."""

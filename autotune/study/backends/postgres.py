@@ -17,6 +17,7 @@ from autotune.errors import StudyError
 from autotune.study.backends.base import Freed, SharedBackend, without_password
 
 SCHEMA = "the tables"
+SILENT_BEATS = 2  # without so many heartbeats a search is looked after
 
 # libpq's: a server that does not answer is given up after seconds, not after the kernel's hours
 CONNECTION: dict[str, Any] = {
@@ -37,10 +38,20 @@ SESSION = (
     "SET tcp_keepalives_interval = 2",
     "SET tcp_keepalives_count = 3",
 )
+BEAT = text(
+    "INSERT INTO trial_heartbeats (trial_id, heartbeat) VALUES (:trial_id, CURRENT_TIMESTAMP) "
+    "ON CONFLICT (trial_id) DO UPDATE SET heartbeat = excluded.heartbeat"
+)
+SILENT = text(
+    "SELECT EXISTS (SELECT 1 FROM trials LEFT JOIN trial_heartbeats USING (trial_id) "
+    "WHERE state = 'RUNNING' AND study_id = ANY(:studies) "
+    "AND (heartbeat IS NULL OR heartbeat < CURRENT_TIMESTAMP - make_interval(secs => :silent_s)))"
+)
 # A search that dies between a trial's first commit and its first heartbeat would keep the trial for ever.
 FIRST_HEARTBEATS = text(
     "INSERT INTO trial_heartbeats (trial_id, heartbeat) SELECT trial_id, CURRENT_TIMESTAMP FROM trials "
-    "WHERE state = 'RUNNING' AND NOT EXISTS (SELECT 1 FROM trial_heartbeats beats WHERE beats.trial_id = trials.trial_id) "
+    "WHERE state = 'RUNNING' AND study_id = ANY(:studies) "
+    "AND NOT EXISTS (SELECT 1 FROM trial_heartbeats beats WHERE beats.trial_id = trials.trial_id) "
     "ON CONFLICT DO NOTHING"
 )
 LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
@@ -87,11 +98,17 @@ class Postgres(SharedBackend):
         return is_cut or isinstance(error, OperationalError | InterfaceError)
 
     def beat(self, storage: BaseStorage, trial_ids: Collection[int]) -> None:
-        database = _database(storage)
-        for trial_id in trial_ids:
-            database.record_heartbeat(trial_id)
-        with database.engine.begin() as connection:
-            connection.execute(FIRST_HEARTBEATS)
+        if trial_ids:
+            with _database(storage).engine.begin() as connection:
+                connection.execute(BEAT, [{"trial_id": trial_id} for trial_id in sorted(trial_ids)])
+
+    def all_are_heard(self, storage: BaseStorage, study_ids: Collection[int]) -> bool:
+        studies = {"studies": [*study_ids]}
+        with _database(storage).engine.begin() as connection:
+            if not connection.execute(SILENT, {**studies, "silent_s": SILENT_BEATS * self.beat_s}).scalar():
+                return True
+            connection.execute(FIRST_HEARTBEATS, studies)
+        return False
 
     def close(self, storage: BaseStorage) -> None:
         database = _database(storage)
@@ -111,8 +128,7 @@ def _engine_options() -> dict[str, Any]:
 
 def _begin_session(connection: Any, record: object) -> None:
     with connection.cursor() as cursor:
-        for setting in SESSION:
-            cursor.execute(setting)
+        cursor.execute("; ".join(SESSION))  # in one message: a lock, too, takes a new connection
     connection.commit()  # else the settings go with the first transaction that is undone
 
 
