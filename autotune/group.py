@@ -79,11 +79,12 @@ def shard_types() -> tuple[type[DTensor], ...]:
     return (DTensor,)
 
 
-def join(world: World, device: torch.device, store: Path | None = None, wait_s: float = WAIT_S) -> None:
+def join(world: World, device: torch.device, meeting: Path | str = "", wait_s: float = WAIT_S) -> None:
     """Make this process one of its world's group, unless it is already.
 
     Args:
-        store: a file through which the processes find each other; None for the address in the environment.
+        meeting: how the processes find each other: through a file, where all are on this machine, or at `HOST:PORT`, where rank 0
+            listens; empty for what the environment says.
 
     Raises:
         ConfigError: the group that is there has another size, or torch knows no groups.
@@ -93,15 +94,23 @@ def join(world: World, device: torch.device, store: Path | None = None, wait_s: 
         if (size := distributed.get_world_size()) != world.size:
             raise ConfigError(f"a world of {world.size} processes was asked for, and torch's process group has {size}")
         return
-    if store is not None:  # all on this machine
+    if isinstance(meeting, Path):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group(
         capabilities_of(device.type).collectives,
-        store=None if store is None else distributed.FileStore(str(store), world.size),  # type: ignore[attr-defined]
+        store=_open_store(meeting, world, timedelta(seconds=wait_s)) if meeting else None,
         rank=world.rank,
         world_size=world.size,
         timeout=timedelta(seconds=wait_s),
     )
+
+
+def _open_store(meeting: Path | str, world: World, wait: timedelta) -> Any:
+    """What the processes of a world tell each other through before they are a group."""
+    if isinstance(meeting, Path):
+        return distributed.FileStore(str(meeting), world.size)  # type: ignore[attr-defined]
+    host, _, port = meeting.rpartition(":")
+    return distributed.TCPStore(host, int(port), world.size, is_master=world.rank == 0, timeout=wait)  # type: ignore[attr-defined]
 
 
 def require_own_device(world: World, device: Device) -> None:

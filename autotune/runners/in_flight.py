@@ -16,7 +16,7 @@ from typing import Any
 from autotune.errors import describe_exit
 from autotune.records.outcome import COMPILING, Kind, Outcome, Progress
 from autotune.runners.jobs import Job, TracingJob
-from autotune.runners.ranks import Told, culprit, measured_together, read_ranks, waited_for
+from autotune.runners.ranks import Part, Told, culprit, measured_together, read_ranks, waited_for
 from autotune.units import format_bytes, format_seconds
 
 LOG_KEEP_BYTES = 2**20  # of what the user's code printed in one job
@@ -100,6 +100,7 @@ class InFlight:
     compiled: Path | None = None  # its view of what was compiled
     path: str = ""  # of the channel, beside which the ranks above 0 write
     num_ranks: int = 1
+    part: Part | None = None  # of a world that several machines run
     progress: Progress = field(default_factory=Progress)  # the last one that a probe reported
     ended_well: bool = False  # its process, whatever came of the job
     started_s: float = field(default_factory=time.monotonic)
@@ -149,12 +150,13 @@ class InFlight:
         log = _keep_tail(self.log)
         printed = self.log.read_text(encoding="utf-8", errors="replace") if log else ""
         found, rank = (None, None) if ended["timed_out"] else self._answer(ended)
-        of_rank = "" if rank is None else f"rank {rank}: "
+        first = 0 if self.part is None else self.part.first
+        of_rank = "" if rank is None else f"rank {first + rank}: "
         if found is None:
             if rank is not None:
                 ended = ended | {"exit_code": ended["exit_codes"][rank]}
             kind, cause = self._how_it_ended(ended, printed)
-            waited = waited_for(ended["answers"], ended["killed"]) if kind is Kind.TIMEOUT else ""
+            waited = waited_for(ended["answers"], ended["killed"], first) if kind is Kind.TIMEOUT else ""
             ended_early = Outcome(
                 kind=kind,
                 cause=f"{of_rank}{cause}{waited and f'; {waited}'}",
@@ -183,8 +185,8 @@ class InFlight:
         return self.stay.place(self.job.read(found, self._told))
 
     def _answer(self, ended: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None]:
-        """The worker's answer; of several ranks that of the worst, with its number where it failed, None where it gave none."""
-        if self.num_ranks == 1 or ended["cancelled"]:
+        """The worker's answer; of several ranks that of the worst, with its number here where it failed, None where it gave none."""
+        if (self.num_ranks == 1 and self.part is None) or ended["cancelled"]:
             return self._result, None
         told = [] if self._result is None else [Told(rank=0, answer=self._result, ended_s=self._ended_s)]
         told += read_ranks(self.path, self.num_ranks)

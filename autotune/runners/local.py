@@ -30,13 +30,18 @@ from autotune.runners.connection import Connection
 from autotune.runners.in_flight import Host, InFlight, Stay
 from autotune.runners.jobs import CheckJob, ConfigJob, Job, MeasureJob, TracingJob
 from autotune.runners.logs import Logs
+from autotune.runners.ranks import Part
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds
 
-TOGETHER = (MeasureJob, CheckJob)  # jobs that all ranks of a world run together
 HELD_SHARE = 0.1  # of what is free: less than that lets in no larger batch
 PATIENCE_S = 15.0  # beyond a job's time-out, until the supervisor must have answered
+
+
+def runs_together(job: Job[Any], world: World) -> bool:
+    """Whether all ranks of a world run a job together; else the first one does, alone."""
+    return isinstance(job, (MeasureJob, CheckJob)) and job.world.size == world.size
 
 
 class OneSlotRunner(Runner):
@@ -83,9 +88,9 @@ class OneSlotRunner(Runner):
     def slots(self) -> tuple[Slot, ...]:
         """One, on the device or the group of them, with what is free now for each process."""
         info = self._device.info()
-        if self.world.size > 1 and not self._device.capabilities.own_memory:
-            info = replace(info, free_bytes=info.free_bytes // self.world.size)
-        elif self.world.size > 1:
+        if len(self._devices) > 1 and not self._device.capabilities.own_memory:
+            info = replace(info, free_bytes=info.free_bytes // len(self._devices))
+        elif len(self._devices) > 1:
             info = replace(info, free_bytes=min(open_device(name).info().free_bytes for name in self._devices))
         if self._own is not None and not self._device.capabilities.own_memory:
             num_threads = min(info.num_threads, len(cores(self._own.processors)))
@@ -109,7 +114,7 @@ class OneSlotRunner(Runner):
     def _slot(self) -> str:
         if self._own is not None:
             return self._own.name
-        return self._device.name if self.world.size == 1 else ",".join(self._devices)
+        return self._device.name if len(self._devices) == 1 else ",".join(self._devices)
 
     def submit(self, job: Job[Any], slot: str = "") -> int:
         """As `Runner.submit`: one job at a time."""
@@ -150,8 +155,8 @@ class OneSlotRunner(Runner):
         return {"device": device, **job.arguments()}
 
     def _num_ranks(self, job: Job[Any]) -> int:
-        """Processes that run a job."""
-        return self.world.size if isinstance(job, TOGETHER) and job.world.size == self.world.size else 1
+        """Processes that run a job here."""
+        return len(self._devices) if runs_together(job, self.world) else 1
 
 
 class LocalRunner(OneSlotRunner):
@@ -164,6 +169,7 @@ class LocalRunner(OneSlotRunner):
         fork: False starts a new interpreter for each job from the outset.
         compiled: folder of what jobs compile; None for torch's own.
         folder: for what is kept while it runs. It is deleted where this process dies; None for one that always is.
+        part: the devices are those of this machine for a world that others train with it.
 
     Raises:
         DeviceError: there is no such device, or this is not Linux.
@@ -182,9 +188,14 @@ class LocalRunner(OneSlotRunner):
         host: Host | None = None,
         resources: SlotResources | None = None,
         folder: Path | None = None,
+        part: Part | None = None,
     ) -> None:
         require_linux()
         super().__init__(device, logs, host, devices, resources)
+        self._part = part
+        self._meeting = ""
+        if part is not None:
+            self.world = World(size=part.world_size)
         if source is not None:
             self.task_name = source.name
         self._source = source
@@ -237,6 +248,10 @@ class LocalRunner(OneSlotRunner):
             host=self._host,
         )
 
+    def meet(self, meeting: str) -> None:
+        """Say at which `HOST:PORT` the ranks of the next job find those of other machines."""
+        self._meeting = meeting
+
     def _start(self, stay: Stay) -> InFlight:
         job = stay.job
         log = self._log_files.begin(job.name)
@@ -248,6 +263,7 @@ class LocalRunner(OneSlotRunner):
         is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
         view = self._compiled.open() if compiles and self._compiled is not None else None
         num_ranks = self._num_ranks(job)
+        part = self._part if runs_together(job, self.world) else None
         request = {
             "ticket": stay.ticket,
             "jobs": [*(["fill_cache"] if compiles and is_first else []), job.name],
@@ -258,6 +274,8 @@ class LocalRunner(OneSlotRunner):
             "log": str(log),
             "timeout_s": job.timeout_s,
             "num_ranks": num_ranks,
+            "first_rank": 0 if part is None else part.first,
+            "meeting": "" if part is None else self._meeting,
         }
         if not isinstance(job, TracingJob):
             self._device.settle()
@@ -268,7 +286,7 @@ class LocalRunner(OneSlotRunner):
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
         own_memory = self._device.capabilities.own_memory
         running = InFlight(
-            stay, log, channel, on_gpu=own_memory, compiled=view, path=self._channel, num_ranks=num_ranks
+            stay, log, channel, on_gpu=own_memory, compiled=view, path=self._channel, num_ranks=num_ranks, part=part
         )
         try:
             connection.send(request)

@@ -65,6 +65,7 @@ class PortableRunner(OneSlotRunner):
             "channel": str(channel),
             "rank": 0,
             "num_ranks": 1,
+            "meeting": "",
             "log": str(log),
             "source": self._source.to_dict(),
         }

@@ -34,6 +34,21 @@ def answer_file(channel: str, rank: int) -> str:
     return f"{channel}.{rank}.answer"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The ranks of a world that one machine runs, where others run the rest.
+
+    Attributes:
+        first: the first of them.
+        world_size: ranks of all machines.
+        address: of the machine, at which the others reach it.
+    """
+
+    first: int
+    world_size: int
+    address: str
+
+
 @dataclass
 class Pace:
     """How long a rank takes from one collective to the next. Who takes far longer than ever before hangs, or waits for who does.
@@ -101,7 +116,7 @@ def culprit(told: Sequence[Told], ended: dict[str, Any]) -> int | None:
     return None if first is None else first.rank
 
 
-def waited_for(answers: Mapping[str, dict[str, Any]], running: Sequence[int]) -> str:
+def waited_for(answers: Mapping[str, dict[str, Any]], running: Sequence[int], first: int = 0) -> str:
     """`the others waited for rank 1 (net.py, line 34)`: the rank that hangs; empty where none is seen to.
 
     Who waits in a collective has begun one more than who has not come to it. A rank whose interpreter is held by other code
@@ -111,14 +126,19 @@ def waited_for(answers: Mapping[str, dict[str, Any]], running: Sequence[int]) ->
         answers: of each rank by its number, in `collectives` how many it had begun, in `is_stuck` what its `Pace` says, and in
             `at` the place in the user's code.
         running: the ranks that had not ended.
+        first: the rank in their world that 0 stands for.
     """
     begun = {rank: answers[str(rank)]["collectives"] for rank in running if str(rank) in answers}
     if not begun or not all(answer["is_stuck"] for answer in answers.values()):
         return ""
     if silent := [rank for rank in running if rank not in begun]:
-        return f"the others waited for rank {silent[0]}, which gives no answer"
+        return f"the others waited for rank {first + silent[0]}, which gives no answer"
     last = min(begun, key=lambda rank: begun[rank])
-    return "" if begun[last] == max(begun.values()) else f"the others waited for rank {last}{answers[str(last)]['at']}"
+    return (
+        ""
+        if begun[last] == max(begun.values())
+        else f"the others waited for rank {first + last}{answers[str(last)]['at']}"
+    )
 
 
 def measured_together(measurements: Sequence[Measurement]) -> Measurement:

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -32,10 +32,13 @@ from autotune.records.device import DeviceInfo, Slot
 from autotune.records.options import ONE_DEVICE, ONE_SLOT, SearchOptions
 from autotune.runners.alike import Offer, choose, differences
 from autotune.runners.elsewhere import Elsewhere
+from autotune.runners.in_flight import Host
 from autotune.runners.jobs import Job
-from autotune.runners.remote import Described, RemoteMember, Share, Station
+from autotune.runners.ranks import Part
+from autotune.runners.remote import Described, RemoteMember, Share, Station, machines_of, name_slot
 from autotune.runners.runner import NoSlotLeft, ProbeFault, Runner, SlotLost
 from autotune.runners.slots import SeveralSlots
+from autotune.runners.spread import SpreadMember
 from autotune.task.parcel import pack
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, plural
@@ -48,11 +51,14 @@ MOST_LOSSES = 2  # slots that a node may lose; it is not used any more then
 MOST_CALLS = 256  # that wait for an answer at once, each in a thread
 LOCAL = "local"  # Ray's name for a cluster of its own
 STORE_BYTES = 2**29  # of a Ray that is started here: what is sent of a task fits in
-# of a Ray that is started here: workers have this process's priority, memory is this package's concern, and nobody is told of it
-SETTINGS = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-Key = tuple[str, int]  # of a seat: Ray's id of its node, and its number there
+# of a Ray that is started here: workers have this process's priority, memory is this package's concern, nobody is told of it, and what
+# has lost the others because this process was killed looks for them for a second, and not for a minute
+SETTINGS = {
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "1",
+}
 
 
 class OnRay(Elsewhere):
@@ -82,19 +88,21 @@ class Wish:
 
     Attributes:
         kind: `cpu` or `cuda`; `auto` takes the GPUs if the cluster has any.
-        size: devices that train a config together.
+        size: devices of a node that train a config together.
+        nodes: how many nodes train a config together.
         parts: slots that share the CPU of a node.
         most: slots; None for as many as there are.
     """
 
     kind: str
     size: int = 1
+    nodes: int = 1
     parts: int = 1
     most: int | None = None
 
     @property
     def devices(self) -> str:
-        """The devices that train together, as a node's own `name_devices` takes them."""
+        """The devices of a node that train together, as its own `name_devices` takes them."""
         return f"cpu:{self.size}" if self.size > 1 and not capabilities_of(self.kind).own_processors else str(self.size)
 
     @classmethod
@@ -104,9 +112,12 @@ class Wish:
             raise ConfigError(
                 f"--device {device} names one device of one machine; on a Ray cluster expected one of auto, {', '.join(TYPES)}"
             )
-        together = re.fullmatch(r"(?:(cpu):)?([1-9]\d*)", devices)
+        together = re.fullmatch(r"(?:(cpu):)?(?:([1-9]\d*)x)?([1-9]\d*)", devices)
         if together is None:
-            raise ConfigError(f"--devices {devices}: a Ray cluster chooses the devices; expected how many, 4 or cpu:4")
+            raise ConfigError(
+                f"--devices {devices}: a Ray cluster chooses the devices; expected how many of a node, 4 or cpu:4, or 2x4 for those of 2 "
+                "nodes together"
+            )
         cut = re.fullmatch(r"(?:(cpu):)?([1-9]\d*)|all", slots)
         if cut is None:
             raise ConfigError(
@@ -120,31 +131,46 @@ class Wish:
         number = int(cut[2]) if cut[2] and slots != ONE_SLOT else None
         return cls(
             kind=next(iter(kinds), "auto"),
-            size=int(together[2]),
+            size=int(together[3]),
+            nodes=int(together[2] or 1),
             parts=number if number and cut[1] else 1,
             most=None if cut[1] else number,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
-    """A place that Ray is asked for.
+class Place:
+    """What Ray is asked for on a node, so that it starts nothing else beside it.
 
     Attributes:
         node: its name, unique in the cluster; `node_id` is Ray's.
-        num_cpus, num_gpus: what it takes of the node, so that Ray starts nothing else beside it.
+        address: at which other nodes reach it.
     """
 
     node: str
     node_id: str
+    address: str
     share: Share
     num_cpus: float
     num_gpus: int
 
     @property
-    def key(self) -> Key:
-        """Tells it from others."""
-        return self.node_id, self.share.index
+    def resources(self) -> dict[str, float]:
+        """The same in Ray's words."""
+        return {"CPU": self.num_cpus, "GPU": self.num_gpus}
+
+
+Seat = tuple[Place, ...]  # of a slot: one place; where nodes train together, one on each
+
+
+def name_of(seat: Seat) -> str:
+    """The names of a seat's nodes."""
+    return " and ".join(place.node for place in seat)
+
+
+def ids_of(seat: Seat) -> tuple[str, ...]:
+    """Ray's ids of a seat's nodes."""
+    return tuple(place.node_id for place in seat)
 
 
 class RayStation(Station):
@@ -187,11 +213,15 @@ def undo_for_workers() -> tuple[str, ...]:
 
 
 class ActorLine:
-    """Calls an actor."""
+    """Calls an actor.
 
-    def __init__(self, actor: Any, node: str) -> None:
+    Args:
+        group: the placement group that it is in; None where it is in none.
+    """
+
+    def __init__(self, actor: Any, node: str, group: Any = None) -> None:
         self._actor: Any = actor
-        self._node = node
+        self._node, self._group = node, group
 
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         answer: Future[Any] = Future()
@@ -207,6 +237,8 @@ class ActorLine:
 
         with contextlib.suppress(Exception):  # it is gone already, or the cluster is
             ray.kill(self._actor)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
         self._actor = None  # Ray would take a handle that goes later for one of the process's next cluster
 
     def _pass_on(self, told: Future[Any], answer: Future[Any]) -> None:
@@ -233,30 +265,35 @@ def _why(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A seat whose actor has said what is there.
+    """A place whose actor has said what is there.
 
     Attributes:
         gpus: the numbers that Ray has for the GPUs on their node.
         notes: what of Ray's ways could not be undone.
     """
 
-    seat: Seat
+    place: Place
     line: ActorLine
     described: Described
     gpus: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
-    def slot(self) -> str:
-        """The slot's name."""
-        kind, share = self.described.device.kind, self.seat.share
-        number = ",".join(self.gpus) if self.gpus else str(share.index) if share.num > 1 else ""
-        return f"{self.seat.node}/{kind}" + (f":{number}" if number else "")
+    def number(self) -> str:
+        """Of its GPUs, or of the part of the CPU; empty where the slot has all of that."""
+        share = self.place.share
+        return ",".join(self.gpus) if self.gpus else str(share.index) if share.num > 1 else ""
 
     @property
     def offer(self) -> Offer:
         """What is compared with the others."""
-        return Offer(described=self.described, num=self.seat.share.num)
+        return Offer(described=self.described, num=self.place.share.num)
+
+
+def slot_of(seat: Sequence[Found]) -> str:
+    """The name of a slot."""
+    kind, numbers = seat[0].described.device.kind, "+".join(filter(None, (found.number for found in seat)))
+    return name_slot([found.place.node for found in seat], f"{kind}:{numbers}" if numbers else kind)
 
 
 @contextlib.contextmanager
@@ -312,6 +349,11 @@ def set_variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _close(seat: Sequence[Found]) -> None:
+    for found in seat:
+        found.line.close()
+
+
 class RayRunner(SeveralSlots):
     """Runs jobs in slots on the nodes of a Ray cluster.
 
@@ -321,7 +363,7 @@ class RayRunner(SeveralSlots):
         source: how a process gets the task.
         address: as `ray.init` takes it; empty for that of RAY_ADDRESS, or else a Ray of its own on this machine.
         device: `auto`, `cpu` or `cuda`.
-        devices: how many of a node train a config together: `4`, or `cpu:2` for processes on its CPU.
+        devices: how many of a node train a config together: `4`, or `cpu:2` for processes on its CPU; `2x4` for four of each of two nodes.
         slots: at most so many slots; `cpu:2` cuts the CPU of each node into so many. By default each GPU, or each node's CPU, is one.
         logs: folder for what the user's code prints, which comes home.
         import_timeout_s: for importing torch and the user's module.
@@ -350,7 +392,7 @@ class RayRunner(SeveralSlots):
         self._source = source
         self._address = address or os.environ.get("RAY_ADDRESS", "") or LOCAL
         self._wish = Wish.of(device, devices, slots)
-        self.world = World(size=self._wish.size)
+        self.world = World(size=self._wish.nodes * self._wish.size)
         several = f"on {devices}" if devices != ONE_DEVICE else ""
         parts = f"on 1 of {self._wish.parts} parts" if self._wish.parts > 1 else ""
         self.version = " ".join(filter(None, (source.version, several, parts)))
@@ -360,9 +402,9 @@ class RayRunner(SeveralSlots):
         self._pool = ThreadPoolExecutor(MOST_CALLS, thread_name_prefix="autotune-ray")
         self._lines: list[ActorLine] = []
         self._nodes: dict[str, str] = {}  # Ray's id -> name
-        self._asked: dict[Key, str] = {}  # seats -> the slot that came of each; empty where none has
-        self._losses = Counter[str]()  # slots that a node, by Ray's id, has lost
-        self._coming: dict[Seat, Future[RemoteMember]] = {}
+        self._asked: dict[Seat, str] = {}  # the slot that came of each; empty where none has
+        self._losses = Counter[tuple[str, ...]]()  # slots that a node, or nodes together, have lost
+        self._coming: dict[Seat, Future[RemoteMember | SpreadMember]] = {}
         self._looking: Future[list[dict[str, Any]]] | None = None
         self._looked_s = 0.0
         self._gained: list[str] = []
@@ -404,7 +446,7 @@ class RayRunner(SeveralSlots):
             self._parcel = self._ray.put(parcel)
             self._reference = self._find_slots()
             self._cluster = stack.pop_all()
-        nodes = {name.rpartition("/")[0] for name in self._members}
+        nodes = {machine for name in self._members for machine in machines_of(name)}
         self.notes = (
             f"{plural(len(self._members), 'slot')} on {plural(len(nodes), 'node')}: {', '.join(self._members)}",
             f"sent to each node: {parcel.describe()}",
@@ -429,51 +471,60 @@ class RayRunner(SeveralSlots):
         for seat, answer in asked.items():
             if not answer.done():
                 self._coming[seat] = self._pool.submit(self._bring, answer)
-                told.append(f"{seat.node} is not used yet: others hold what a slot there needs, as `ray status` shows")
+                told.append(
+                    f"{name_of(seat)} is not used yet: others hold what a slot there needs, as `ray status` shows"
+                )
                 continue
             try:
                 found.append(answer.result())
             except AutotuneError as error:
-                told.append(f"{seat.node} is left out: {error}")
+                told.append(f"{name_of(seat)} is left out: {error}")
         if not found:
             raise DeviceError(f"no node of the Ray cluster can be used: {'; '.join(dict.fromkeys(told))}")
         reference, unlike = self._settle(found)
-        self.notes = tuple(dict.fromkeys((*told, *unlike, *(note for one in found for note in one.notes))))
+        self.notes = tuple(
+            dict.fromkeys((*told, *unlike, *(note for seat in found for one in seat for note in one.notes)))
+        )
         return reference
 
     def _require_room(self, nodes: list[dict[str, Any]]) -> None:
-        """Raise DeviceError where no living node has what a slot takes."""
+        """Raise DeviceError where no living nodes have what a slot takes."""
         if self._seats(nodes):
             return
+        able = {place.node_id for place in self._places(nodes)}
         why = "none has a CPU that Ray may use"
         if capabilities_of(self._wish.kind).own_processors:
             most = max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
             why = "none has a GPU; use --device cpu to train on CPUs"
             if most:
                 why = (
-                    f"--devices {self._wish.size} are more than one node has ({most}), and the processes that train together find and "
-                    "watch each other through the files of one machine; ask for as many as a node has"
+                    f"--devices {self._wish.size} are more than one node has ({most}), and processes on several nodes wait for their "
+                    f"network in every step; where that is meant, say how many of each node: --devices 2x{most}"
                 )
+        if able:
+            why = f"{self._wish.nodes} nodes are to train together, and {len(able)} has what each of them takes"
         raise DeviceError(f"no node of the Ray cluster can be used: {why}")
 
-    def _settle(self, found: list[Found]) -> tuple[DeviceInfo, list[str]]:
+    def _settle(self, found: list[tuple[Found, ...]]) -> tuple[DeviceInfo, list[str]]:
         """Take in the slots that are like most. Returns what they are like, and what to tell of the others and of this machine.
 
         Raises:
             DeviceError: there is none.
         """
         here = self._device_here()
-        reference, whys = choose([one.offer for one in found], here)
-        told = [f"{one.seat.node} is left out: {why}" for one, why in zip(found, whys, strict=True) if why]
-        used = [one for one, why in zip(found, whys, strict=True) if not why][: self._wish.most]
+        every = [one for seat in found for one in seat]
+        reference, whys = choose([one.offer for one in every], here)
+        why_not = {one.place: why for one, why in zip(every, whys, strict=True) if why}
+        told = [f"{place.node} is left out: {why}" for place, why in why_not.items()]
+        used = [seat for seat in found if not any(one.place in why_not for one in seat)][: self._wish.most]
         if not used:
             raise DeviceError("; ".join(["no node of the Ray cluster can be used", *dict.fromkeys(told)]))
-        for one in found:
-            if one in used:
-                self._members[one.slot] = self._member(one)
-                self._asked[one.seat.key] = one.slot
+        for seat in found:
+            if seat in used:
+                self._members[slot_of(seat)] = self._member(seat)
+                self._asked[tuple(one.place for one in seat)] = slot_of(seat)
             else:
-                one.line.close()
+                _close(seat)
         self.keeps_traces = here is not None and not differences(reference, here)
         if here is not None and not self.keeps_traces:
             told.append(
@@ -490,30 +541,53 @@ class RayRunner(SeveralSlots):
         except DeviceError:
             return None
 
-    def _seats(self, nodes: list[dict[str, Any]]) -> list[Seat]:
-        """The seats of living nodes that were not asked for yet: the first of each node, then the second of each, and so on."""
+    def _places(self, nodes: list[dict[str, Any]]) -> list[Place]:
+        """The places that living nodes have for slots, or parts of them: the first of each node, then the second of each, and so on."""
         found = []
         for node in nodes:
-            name = self._name(node)
             cpus, gpus = int(node["Resources"].get("CPU", 0)), int(node["Resources"].get("GPU", 0))
             on_cpu = not capabilities_of(self._wish.kind).own_processors
             num = (self._wish.parts if cpus else 0) if on_cpu else gpus // self._wish.size
-            if not node["Alive"] or self._losses[node["NodeID"]] >= MOST_LOSSES:
-                continue
-            for index in range(num):
-                share = Share(kind=self._wish.kind, devices=self._wish.devices, index=index, num=num)
-                num_cpus = cpus // num if cpus >= num else cpus / num
-                found.append(
-                    Seat(
-                        node=name,
-                        node_id=node["NodeID"],
-                        share=share,
-                        num_cpus=num_cpus,
-                        num_gpus=0 if on_cpu else self._wish.size,
-                    )
+            found += [
+                Place(
+                    node=self._name(node),
+                    node_id=node["NodeID"],
+                    address=node["NodeManagerAddress"],
+                    share=Share(kind=self._wish.kind, devices=self._wish.devices, index=index, num=num),
+                    num_cpus=cpus // num if cpus >= num else cpus / num,
+                    num_gpus=0 if on_cpu else self._wish.size,
                 )
-        found = [seat for seat in found if seat.key not in self._asked]
-        return sorted(found, key=lambda seat: seat.share.index)
+                for index in range(num)
+                if node["Alive"]
+            ]
+        return sorted(found, key=lambda place: place.share.index)
+
+    def _seats(self, nodes: list[dict[str, Any]]) -> list[Seat]:
+        """The seats on living nodes that were not asked for yet."""
+        taken = {(place.node_id, place.share.index) for seat in self._asked for place in seat}
+        free: dict[int, list[Place]] = {}
+        for place in self._places(nodes):
+            if (place.node_id, place.share.index) not in taken:
+                free.setdefault(place.share.index, []).append(place)
+        num = self._wish.nodes
+        seats = [
+            tuple(places[at : at + num]) for places in free.values() for at in range(0, len(places) - num + 1, num)
+        ]
+        seats = [seat for seat in seats if self._losses[ids_of(seat)] < MOST_LOSSES]
+        return seats if num == 1 else [self._part(seat) for seat in seats]
+
+    def _part(self, seat: Seat) -> Seat:
+        """A seat on nodes that train together, with the ranks of each."""
+        return tuple(
+            replace(
+                place,
+                share=replace(
+                    place.share,
+                    part=Part(first=number * self._wish.size, world_size=self.world.size, address=place.address),
+                ),
+            )
+            for number, place in enumerate(seat)
+        )
 
     def _name(self, node: dict[str, Any]) -> str:
         """The name of a node: its host's, with a number where it is not the first of that host."""
@@ -524,43 +598,72 @@ class RayRunner(SeveralSlots):
             self._nodes[node["NodeID"]] = name
         return self._nodes[node["NodeID"]]
 
-    def _begin(self, seat: Seat) -> Future[Found]:
-        self._asked[seat.key] = ""
+    def _begin(self, seat: Seat) -> Future[tuple[Found, ...]]:
+        self._asked[seat] = ""
         return self._pool.submit(self._ask, seat)
 
-    def _ask(self, seat: Seat) -> Found:
-        """Have Ray place an actor, however long that takes, and ask what is there. Raises ProbeFault, DeviceError."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    def _ask(self, seat: Seat) -> tuple[Found, ...]:
+        """Have Ray place an actor on each node, however long that takes, and ask what is there. Raises ProbeFault, DeviceError."""
+        lines = self._place(seat)
+        self._lines += lines
+        said = [
+            (line.call("describe", place.share), line.call("whereabouts"))
+            for place, line in zip(seat, lines, strict=True)
+        ]
+        found = []
+        for place, line, (described, whereabouts) in zip(seat, lines, said, strict=True):
+            gpus, notes = whereabouts.result()
+            found.append(Found(place=place, line=line, described=described.result(), gpus=gpus, notes=notes))
+        return tuple(found)
 
-        placed = self._ray.remote(max_restarts=0, max_task_retries=0)(RayStation)
-        there = NodeAffinitySchedulingStrategy(seat.node_id, soft=False)
-        actor = placed.options(num_cpus=seat.num_cpus, num_gpus=seat.num_gpus, scheduling_strategy=there).remote()
-        line = ActorLine(actor, seat.node)
-        self._lines.append(line)
-        described = line.call("describe", seat.share).result()
-        gpus, notes = line.call("whereabouts").result()
-        return Found(seat=seat, line=line, described=described, gpus=gpus, notes=notes)
+    def _place(self, seat: Seat) -> list[ActorLine]:
+        """An actor on each node of a seat; on several all or none, so that two searches do not hold one each."""
+        from ray.util import placement_group
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-    def _member(self, found: Found) -> RemoteMember:
+        group, where = None, [NodeAffinitySchedulingStrategy(place.node_id, soft=False) for place in seat]
+        if len(seat) > 1:
+            nodes = [{"ray.io/node-id": place.node_id} for place in seat]
+            group = placement_group(
+                [place.resources for place in seat], strategy="STRICT_SPREAD", bundle_label_selector=nodes
+            )
+            where = [PlacementGroupSchedulingStrategy(group, number) for number in range(len(seat))]
+        actor = self._ray.remote(max_restarts=0, max_task_retries=0)(RayStation)
+        return [
+            ActorLine(
+                actor.options(num_cpus=place.num_cpus, num_gpus=place.num_gpus, scheduling_strategy=there).remote(),
+                place.node,
+                group,
+            )
+            for place, there in zip(seat, where, strict=True)
+        ]
+
+    def _member(self, seat: tuple[Found, ...]) -> RemoteMember | SpreadMember:
+        if len(seat) == 1:
+            return self._remote(seat[0], slot_of(seat), self._host)
+        parts = [self._remote(found, slot_of([found]), Host()) for found in seat]
+        return SpreadMember(slot_of(seat), parts, self.world, host=self._host, address=seat[0].place.address)
+
+    def _remote(self, found: Found, name: str, host: Host) -> RemoteMember:
         return RemoteMember(
-            found.slot,
+            name,
             found.line,
             found.described.device,
-            found.seat.share,
+            found.place.share,
             self._parcel,
-            host=self._host,
-            logs=self._logs / re.sub("[/:]", "-", found.slot),
+            host=host,
+            logs=self._logs / re.sub("[/:]", "-", name),
             import_timeout_s=self._import_timeout_s,
         )
 
-    def _bring(self, asked: Future[Found]) -> RemoteMember:
+    def _bring(self, asked: Future[tuple[Found, ...]]) -> RemoteMember | SpreadMember:
         """A slot that comes later, ready to run jobs. Raises AutotuneError where it is left out."""
-        found = asked.result()
+        seat = asked.result()
         assert self._reference is not None
-        if why := found.offer.why_not(self._reference):
-            found.line.close()
+        if why := next(filter(None, (one.offer.why_not(self._reference) for one in seat)), ""):
+            _close(seat)
             raise DeviceError(why)
-        return self._member(found).__enter__()
+        return self._member(seat).__enter__()
 
     def _look(self) -> None:
         """Look at the cluster now and then: ask for seats on new nodes, and take in the slots that have come of such."""
@@ -578,10 +681,10 @@ class RayRunner(SeveralSlots):
             try:
                 member = coming.result()
             except AutotuneError as error:
-                self.notes += (f"{seat.node} is left out: {error}",)
+                self.notes += (f"{name_of(seat)} is left out: {error}",)
                 continue
             self._members[member.name] = member
-            self._asked[seat.key] = member.name
+            self._asked[seat] = member.name
             self._lost.pop(member.name, None)
             self._gained.append(member.name)
 
@@ -592,9 +695,9 @@ class RayRunner(SeveralSlots):
             NoSlotLeft: none has come.
         """
         self._pool.submit(self._members.pop(name).__exit__, None, None, None)
-        key = next(key for key, slot in self._asked.items() if slot == name)
-        del self._asked[key]
-        self._losses[key[0]] += 1
+        seat = next(seat for seat, slot in self._asked.items() if slot == name)
+        del self._asked[seat]
+        self._losses[ids_of(seat)] += 1
         said = f"the slot {name} is taken out: {why}"
         deadline = time.monotonic() + ANOTHER_S
         while not self._members and time.monotonic() < deadline:

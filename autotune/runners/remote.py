@@ -10,13 +10,17 @@ import contextlib
 import math
 import os
 import shutil
+import socket
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
+
+import psutil
 
 from autotune.devices import open_device
 from autotune.devices.linux import cores, processors
@@ -29,6 +33,7 @@ from autotune.runners.in_flight import Host, Stay
 from autotune.runners.jobs import Job
 from autotune.runners.local import LocalRunner
 from autotune.runners.logs import Logs
+from autotune.runners.ranks import Part
 from autotune.runners.runner import Finished, ProbeFault, Stated
 from autotune.task.parcel import Parcel
 from autotune.units import format_bytes
@@ -51,12 +56,14 @@ class Share:
         kind: of its device, as `open_device` takes it.
         devices: those that train a config together, as `name_devices` takes them.
         index, num: which of so many slots of the machine it is, from 0.
+        part: of a world over several machines; None where this one runs all of it.
     """
 
     kind: str
     devices: str
     index: int
     num: int
+    part: Part | None = None
 
     def resources(self) -> SlotResources:
         """The same in this machine's own numbers. Devices are taken to be spread evenly over its NUMA nodes."""
@@ -134,6 +141,8 @@ class Station:
         if missing := parcel.missing():
             raise TaskError(f"there is no {missing[0]}, which the task's code names; copy or mount it there")
         os.environ.update(parcel.environment)
+        if share.part is not None:
+            use_network(share.part.address)
         self._folder = Path(tempfile.mkdtemp(prefix="autotune-"))
         try:
             self._runner = LocalRunner(
@@ -145,6 +154,7 @@ class Station:
                 host=self._host,
                 resources=share.resources(),
                 folder=self._folder,
+                part=share.part,
             )
             self._runner.__enter__()
         except BaseException:
@@ -157,28 +167,37 @@ class Station:
         assert self._runner is not None
         return self._runner.slots()[0].device
 
-    def advance(self, ticket: int, job: Job[Any], beside: tuple[str, ...]) -> News:
+    def meet(self, address: str) -> str:
+        """A free port of this machine: where ranks of several machines find each other, as `HOST:PORT`."""
+        family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as free:
+            free.bind(place)
+            return f"{address}:{free.getsockname()[1]}"
+
+    def advance(self, ticket: int, job: Job[Any], beside: tuple[str, ...], meeting: str = "") -> News:
         """Start a job, unless it was, and wait a little for its end. How it ended is told again where that is asked for again.
 
         Args:
             ticket: the controller's.
             beside: labels of the jobs that ran beside it on this machine so far.
+            meeting: where its ranks find those of other machines; empty where all are here.
         """
         if ticket == self._ticket and self._last is not None:
             return self._last
         try:
-            news = self._advance(ticket, job, beside)
+            news = self._advance(ticket, job, beside, meeting)
         except (ProbeFault, OSError) as fault:  # a full disk, say
             news = News(fault=first_line(fault))
         if news.finished or news.fault:
             self._last = news
         return news
 
-    def _advance(self, ticket: int, job: Job[Any], beside: tuple[str, ...]) -> News:
+    def _advance(self, ticket: int, job: Job[Any], beside: tuple[str, ...], meeting: str) -> News:
         assert self._runner is not None
         if ticket != self._ticket:
             self._ticket, self._last = ticket, None
             self._require_room()
+            self._runner.meet(meeting)
             self._own_ticket = self._runner.submit(job)
         self._host.put_beside(self._own_ticket, beside)
         finished = self._runner.collect(POLL_S)
@@ -230,6 +249,17 @@ class Station:
         return printed
 
 
+def use_network(address: str) -> None:
+    """Have what is started here reach other machines through the network that this machine has an address in.
+
+    A machine has several networks, and what torch takes by itself may be one that the others do not see.
+    """
+    for name, found in psutil.net_if_addrs().items():
+        if address in (one.address for one in found):
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+
+
 class Line(Protocol):
     """Calls a `Station`."""
 
@@ -243,6 +273,16 @@ class Line(Protocol):
 
     def close(self) -> None:
         """End the station's process, whatever it does."""
+
+
+def name_slot(machines: Sequence[str], devices: str) -> str:
+    """A slot's name: `machine/cuda:0`, or `machine+other/cuda:0,1` where several have a part of it."""
+    return f"{'+'.join(machines)}/{devices}"
+
+
+def machines_of(slot: str) -> list[str]:
+    """The machines in a slot's name."""
+    return slot.rpartition("/")[0].split("+")
 
 
 class Bell:
@@ -307,6 +347,7 @@ class RemoteMember:
         self._bell: Bell | None = None  # rings when the call in flight has been answered
         self._stay: Stay | None = None
         self._log = Path()
+        self._meeting = ""
         self._answer: Future[News] = Future()
         self._heard_s = 0.0  # when the station last said something
         self._news = News()
@@ -314,7 +355,8 @@ class RemoteMember:
     @property
     def machine(self) -> str:
         """The machine's part of the name."""
-        return self.name.rpartition("/")[0]
+        [machine] = machines_of(self.name)
+        return machine
 
     def __enter__(self) -> Self:
         asked = self._line.call("enter", self._parcel, self._share, self._import_timeout_s)
@@ -351,7 +393,15 @@ class RemoteMember:
                 raise DeviceError(f"{self.name} does not answer: {first_line(error)}") from None
         return (Slot(name=self.name, device=self._device),)
 
-    def submit(self, job: Job[Any]) -> int:
+    def meet(self, address: str) -> str:
+        """As `Station.meet`. Raises ProbeFault."""
+        try:
+            return str(self._line.call("meet", address).result(SILENCE_S))
+        except (ConnectionError, TimeoutError) as error:
+            raise ProbeFault(f"{self.machine} does not answer: {first_line(error)}") from None
+
+    def submit(self, job: Job[Any], meeting: str = "") -> int:
+        """As `Member.submit`. `meeting` is where the ranks of several machines find each other."""
         stay = self._host.take({self.name: self._device.name}, job)
         try:
             self._log = self._logs.begin(job.name)
@@ -359,6 +409,7 @@ class RemoteMember:
             self._host.leave(stay.ticket)
             raise
         self._stay, self._news, self._heard_s = stay, News(progress=Progress()), time.monotonic()
+        self._meeting = meeting
         self._ask()
         return stay.ticket
 
@@ -411,8 +462,8 @@ class RemoteMember:
         """Have the station start the job, or wait on for its end."""
         stay = self._stay
         assert stay is not None and self._bell is not None
-        here = tuple(label for label in stay.beside if label.rpartition(" on ")[2].startswith(f"{self.machine}/"))
-        self._answer = self._line.call("advance", stay.ticket, stay.job, here)
+        here = tuple(label for label in stay.beside if self.machine in machines_of(label.rpartition(" on ")[2]))
+        self._answer = self._line.call("advance", stay.ticket, stay.job, here, self._meeting)
         self._answer.add_done_callback(self._bell.ring)
 
     def _finish(self, stay: Stay) -> Finished:

@@ -82,7 +82,9 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
         task: the user's task, loaded; None for a job that needs none.
         request: `source` (of the task; None where a command trains), `job` (a key of `JOBS`), `arguments` for it,
             `blas_threads` for numpy (0: as it is), `widest` (positions of the dataset's widest samples, or None),
-            `compiled` (folder of compiled code; empty: torch's own), `channel` (path of the named pipe), `log` (path).
+            `compiled` (folder of compiled code; empty: torch's own), `channel` (path of the named pipe), `log` (path),
+            `num_ranks` and `rank` (of those on this machine), `first_rank` (of these in their world), `meeting` (where those of
+            several machines find each other; empty: all are on this one).
 
     The exit status is 0 unless the job failed: then no other one of the request is run.
     """
@@ -122,15 +124,17 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
 def _take_rank(request: dict[str, Any]) -> None:
     """Give a job of several processes its rank's own arguments, and this process its share of the host's processors."""
     size, rank, arguments = request["num_ranks"], request["rank"], request["arguments"]
-    if size == 1:
+    if size == 1 and not request["meeting"]:
         return
     import torch
 
-    arguments["settings"]["world"]["rank"] = rank
+    arguments["settings"]["world"]["rank"] = request["first_rank"] + rank
     arguments["device"] = arguments["device"].split(",")[rank]
     path = request["channel"].removesuffix(f".{rank}")
-    arguments["group"] = group_file(path)
+    arguments["meeting"] = request["meeting"] or Path(group_file(path))
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
+    if size == 1:
+        return
     threading.Thread(target=_answer, args=(question_file(path), Path(answer_file(path, rank))), daemon=True).start()
 
 
@@ -384,7 +388,7 @@ def _join_others(arguments: dict[str, Any], device: Device, settings: ProbeSetti
     from autotune.group import join
 
     if settings.world.size > 1:  # the supervisor ends a wait first, and asks who is waited for
-        join(settings.world, device.torch_device, Path(arguments["group"]), 2 * settings.timeout_s)
+        join(settings.world, device.torch_device, arguments["meeting"], 2 * settings.timeout_s)
 
 
 def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:

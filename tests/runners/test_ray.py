@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,17 +134,49 @@ def test_data_that_a_node_has_not_is_told_with_the_node(runner: RayRunner, tmp_p
         other.__enter__()
 
 
+def node(number: int, gpus: int) -> dict[str, Any]:
+    """A node as Ray tells of it."""
+    resources = {"CPU": 8.0, **({"GPU": float(gpus)} if gpus else {})}
+    return {
+        "NodeID": str(number),
+        "Alive": True,
+        "NodeManagerHostname": f"node{number}",
+        "NodeManagerAddress": f"10.0.0.{number}",
+        "Resources": resources,
+    }
+
+
 @pytest.mark.parametrize(
-    ("size", "told"), [(1, "none has a GPU"), (4, r"--devices 4 are more than one node has \(2\)")]
+    ("devices", "gpus", "told"),
+    [
+        ("1", 0, "none has a GPU"),
+        ("4", 2, r"--devices 4 are more than one node has \(2\).*--devices 2x2"),
+        ("2x2", 2, "2 nodes are to train together, and 1 has what each of them takes"),
+    ],
 )
-def test_where_no_node_has_room_for_a_slot_it_is_told_why(size: int, told: str, tmp_path: Path) -> None:
+def test_where_no_node_has_room_for_a_slot_it_is_told_why(devices: str, gpus: int, told: str, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
-    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cuda", devices=str(size))
-    gpus = {"GPU": 2.0} if size > 1 else {}
-    node = {"NodeID": "1", "Alive": True, "NodeManagerHostname": "a", "Resources": {"CPU": 8.0, **gpus}}
-    assert not runner._seats([node])
+    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cuda", devices=devices)
+    nodes = [node(1, gpus), node(2, 0)]
+    assert not runner._seats(nodes)
     with pytest.raises(DeviceError, match=told):
-        runner._require_room([node])
+        runner._require_room(nodes)
+
+
+def test_nodes_that_train_together_have_their_ranks_and_none_is_in_two_pairs(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), logs=tmp_path / "logs", device="cuda", devices="2x2")
+    assert runner.world.size == 4
+    [pair] = runner._seats([node(1, 2), node(2, 0), node(3, 2)])
+    parts = [place.share.part for place in pair]
+    assert [place.node for place in pair] == ["node1", "node3"]
+    assert [(part.first, part.world_size, part.address) for part in parts if part] == [
+        (0, 4, "10.0.0.1"),
+        (2, 4, "10.0.0.3"),
+    ]
+    runner._asked[pair] = "node1+node3/cuda:0,1+0,1"
+    [other] = runner._seats([node(1, 2), node(3, 2), node(4, 2), node(5, 2)])
+    assert [place.node for place in other] == ["node4", "node5"]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +186,8 @@ def test_where_no_node_has_room_for_a_slot_it_is_told_why(size: int, told: str, 
         (("auto", "1", "all"), Wish(kind="auto")),
         (("cuda", "4", "2"), Wish(kind="cuda", size=4, most=2)),
         (("auto", "cpu:2", "cpu:3"), Wish(kind="cpu", size=2, parts=3)),
+        (("auto", "2x4", "all"), Wish(kind="auto", size=4, nodes=2)),
+        (("auto", "cpu:2x1", "1"), Wish(kind="cpu", nodes=2)),
     ],
 )
 def test_the_options_say_which_slots(options: tuple[str, str, str], expected: Wish) -> None:
