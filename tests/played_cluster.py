@@ -24,7 +24,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.study import Trial
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.ray import RayRunner
-from autotune.runners.runner import SlotLost
+from autotune.runners.runner import NoSlotLeft, SlotLost
 from autotune.study.reading import load_study
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
@@ -251,6 +251,39 @@ def remove_node(played: Played, runner: RayRunner) -> Cost:
 
     remove = lambda: played.ray.remove_node(played.second, allow_graceful=False)  # noqa: E731
     return run_through(played, runner, remove, probe(HANGS), back=False)
+
+
+def grow(played: Played, runner: RayRunner) -> Cost:
+    """A node comes while a probe runs."""
+    ticket = runner.submit(probe(HANGS))
+    began_s = time.monotonic()
+    played.add_node()
+    wait_for(runner.new_slots)
+    seen_s = time.monotonic() - began_s
+    lost = "runs on" if runner.progress(ticket) is not None else "lost"
+    runner.cancel(ticket)
+    runner.collect()
+    return Cost(lost=lost, seen_s=seen_s, back_s=None, left=0)
+
+
+def shrink(played: Played, runner: RayRunner) -> Cost:
+    """Every node loses slots until none is used any more."""
+    started = []
+    while True:
+        ticket = runner.submit(probe(HANGS))
+        actor = played.supervisor(on_second=False).parent()
+        started += [actor, *actor.children(recursive=True)]
+        actor.kill()
+        began_s = time.monotonic()
+        try:
+            runner.collect()
+        except NoSlotLeft as error:
+            lost = "given back, and the search ends" if error.tickets == (ticket,) else str(error)
+            break
+        except SlotLost:
+            pass
+    seen_s = time.monotonic() - began_s
+    return Cost(lost=lost, seen_s=seen_s, back_s=None, left=sum(map(is_alive, started)))
 
 
 def kill_driver(played: Played | None, folder: Path) -> Cost:

@@ -64,7 +64,7 @@ class Connection:
             if not line:
                 self._import_failed(describe_exit(self._process.wait()))
         except TimeoutError:
-            self._kill()  # or else it ends its import first, and complains in its log that nobody listens
+            self.kill()  # or else it ends its import first, and complains in its log that nobody listens
             self.stop()
             self._import_failed(f"did not end within {format_seconds(import_timeout_s)}")
         except BaseException:
@@ -103,11 +103,12 @@ class Connection:
         try:
             self._process.wait(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._kill()
+            self.kill()
         self._socket.close()
         self._replies.close()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the supervisor, which hangs, and what it runs."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -399,6 +399,7 @@ class LocalRunner(OneSlotRunner):
                     return ended
         if deadline < must_end:
             return None
+        connection.kill()  # which it would not do itself when told to
         raise ProbeFault(f"the process that starts probes gave no answer within {format_seconds(PATIENCE_S)}")
 
     @staticmethod

@@ -51,14 +51,8 @@ MOST_LOSSES = 2  # slots that a node may lose; it is not used any more then
 MOST_CALLS = 256  # that wait for an answer at once, each in a thread
 LOCAL = "local"  # Ray's name for a cluster of its own
 STORE_BYTES = 2**29  # of a Ray that is started here: what is sent of a task fits in
-# of a Ray that is started here: workers have this process's priority, memory is this package's concern, nobody is told of it, and what
-# has lost the others because this process was killed looks for them for a second, and not for a minute
-SETTINGS = {
-    "RAY_worker_niceness": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "1",
-}
+# of a Ray that is started here: workers have this process's priority, memory is this package's concern, and nobody is told of it
+SETTINGS = {"RAY_worker_niceness": "0", "RAY_memory_monitor_refresh_ms": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 class OnRay(Elsewhere):

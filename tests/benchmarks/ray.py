@@ -29,6 +29,8 @@ FAULTS: dict[str, Callable[[Played, RayRunner], Cost]] = {
     "a full disk": played_faults.fill_disk,
     "SIGKILL of a raylet": played_faults.kill_raylet,
     "a node gone": played_faults.remove_node,
+    "a cluster that grows": played_faults.grow,
+    "a cluster that shrinks to nothing": played_faults.shrink,
 }
 
 

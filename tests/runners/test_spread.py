@@ -11,7 +11,9 @@ from autotune.runners.spread import put_together
 from tests.closed_form import measurement
 
 SMALL, LARGE = (
-    Outcome(kind=Kind.OK, measurement=measurement(Config({"batch_size": 4, "accumulation_steps": 1}), 100.0, peak_bytes))
+    Outcome(
+        kind=Kind.OK, measurement=measurement(Config({"batch_size": 4, "accumulation_steps": 1}), 100.0, peak_bytes)
+    )
     for peak_bytes in (1, 2)
 )
 BROKEN = Outcome(kind=Kind.ERROR, cause="rank 1: ValueError: the data is broken")
