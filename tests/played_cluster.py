@@ -310,7 +310,7 @@ def kill_driver(played: Played | None, folder: Path) -> Cost:
     subprocess.run(command, **shared, stdout=subprocess.DEVNULL, check=True)
     kept = {trial.number: trial.outcome for trial in probes_of(study)}
     lost = [trial.number for trial in before if kept.get(trial.number) != trial.outcome]
-    return Cost(lost=f"{len(lost)} finished", seen_s=seen_s, back_s=None, left=sum(map(is_alive, started)))
+    return Cost(lost=f"{len(lost)} finished trials", seen_s=seen_s, back_s=None, left=sum(map(is_alive, started)))
 
 
 def probes_of(study: Path) -> tuple[Trial, ...]:

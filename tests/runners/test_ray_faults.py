@@ -78,5 +78,5 @@ def test_a_cluster_that_shrinks_to_nothing_has_no_slot_left(tmp_path: Path, monk
 @pytest.mark.parametrize("own", [False, True])
 def test_a_driver_that_is_killed_leaves_its_trials_and_no_process(own: bool, played: Played, tmp_path: Path) -> None:
     cost = faults.kill_driver(None if own else played, tmp_path)
-    assert (cost.lost, cost.left) == ("0 finished", 0)
+    assert (cost.lost, cost.left) == ("0 finished trials", 0)
     assert not played.ours()
