@@ -29,11 +29,12 @@ ROOT = Path(__file__).parent.parent.parent
 BUDGET = "60s"
 CHECKED = 4  # `verify --against` of each answer: four processes each
 RUN_S = 8.0  # that each process is to train for
-TOO_HIGH = 1.05
+TOO_HIGH = (1.05, 1.10)
 
 HOW = f"""\
 A search of {BUDGET} on one thread, then the answer and the baseline {2 * CHECKED} times each in turns, in fresh processes of about \
-{RUN_S:.0f} s. Told: the speed-up and its 95 % interval, as the search printed them. Seen: the geometric mean of the later runs."""
+{RUN_S:.0f} s. Told: the speed-up and its 95 % interval, as the search printed them. Seen: the geometric mean of the later runs. \
+An answer that is not told as faster is no promise: it counts for the intervals and the bias, and not for what was told too high."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Told:
     """What a search told of a gain, and what was then seen of it."""
 
     name: str
+    verdict: str
     told: float
     low: float
     high: float
@@ -108,26 +110,41 @@ def tell_and_see(case: Case, folder: Path) -> Told | str:
     if not seen:
         return "other work disturbed every later run"
     low, high = answer["speedup_ci"]  # type: ignore[misc]
-    return Told(name=case.name, told=float(answer["speedup"]), low=low, high=high, seen=tuple(seen))  # type: ignore[arg-type]
+    return Told(
+        name=case.name,
+        verdict=str(answer["verdict"]),
+        told=float(answer["speedup"]),
+        low=low,
+        high=high,
+        seen=tuple(seen),
+    )  # type: ignore[arg-type]
 
 
 def table(found: Sequence[Told], without: Mapping[str, str]) -> Iterator[str]:
     """The table and the figures below it."""
-    yield from (HOW, "", "| task | told | interval | seen | seen / told | held |", "|---|---|---|---|---|---|")
+    yield from (
+        HOW,
+        "",
+        "| task | verdict | told | interval | seen | seen / told | held |",
+        "|---|---|---|---|---|---|---|",
+    )
     for one in found:
         held = "yes" if one.held else "no"
         interval = f"{one.low:.2f} to {one.high:.2f}"
-        yield f"| {one.name} | {times(one.told)} | {interval} | {times(one.gain)} | {one.gain / one.told:.3f} | {held} |"
+        figures = f"{times(one.told)} | {interval} | {times(one.gain)} | {one.gain / one.told:.3f}"
+        yield f"| {one.name} | {one.verdict} | {figures} | {held} |"
     for name, why in without.items():
-        yield f"| {name} | - | - | - | {why} | - |"
+        yield f"| {name} | {why} | - | - | - | - | - |"
     if not found:
         return
     ratios = [one.told / one.gain for one in found]
-    held_by = sum(one.held for one in found)
+    promised = [one.told / one.gain for one in found if one.verdict == "faster"]
+    above = (f"{sum(ratio > bar for ratio in promised)} by more than {bar - 1:.0%}" for bar in TOO_HIGH)
     yield ""
     yield (
-        f"Held: {held_by} of {len(found)}. Bias (median of told / seen): {median(ratios) - 1:+.1%}. "
-        f"Told more than {TOO_HIGH - 1:.0%} too high: {sum(ratio > TOO_HIGH for ratio in ratios)}; the highest {max(ratios) - 1:+.1%}."
+        f"Held: {sum(one.held for one in found)} of {len(found)}. Bias (median of told / seen): {median(ratios) - 1:+.1%}. "
+        f"Of {len(promised)} that were told as faster, told too high: {', '.join(above)}; "
+        f"the highest by {max(promised, default=1.0) - 1:+.1%}."
     )
 
 
