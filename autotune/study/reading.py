@@ -210,8 +210,9 @@ def open_to_show(path_or_url: str | Path) -> tuple[BaseStorage, str]:
     if file is not None:
         _require_database(file)
         return connect(_url_of(file)), _url_of(file)
+    nothing_new = {"must_exist": True} if shared_backend_of(given) is not None else {}
     with opening_errors(without_password(given), "read", "a storage with a study that `autotune search` wrote"):
-        return connect(given), without_password(given)
+        return connect(given, **nothing_new), without_password(given)
 
 
 def _url_of(file: Path) -> str:

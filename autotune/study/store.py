@@ -292,13 +292,12 @@ class Store:
 
         Returns:
             The trial's number, which `finish` and `fail` take. It counts over search and play-off together. None where another search
-            runs the config now, or has probed it since.
+            runs the config now, or has probed it since, or holds the play-off that the trial is for.
         """
         with self._alone():
             opened = self._open_trial(proposal, prediction, space, num_known)
-        self._is_unsure = (
-            False  # not before: where the storage is lost as this ends, another attempt has to find the trial
-        )
+        # not before: where the storage is lost as this ends, another attempt has to find the trial
+        self._is_unsure = False
         if opened is None:
             return None
         number, self._running[number] = opened
@@ -313,7 +312,10 @@ class Store:
             if self._is_unsure and (left := self._adopt(proposal, kept)) is not None:
                 return left
             seen = self._see(kept)
-            if proposal.stage != PLAY_OFF and _is_taken(proposal.config, num_known, seen):
+            if proposal.stage == PLAY_OFF:
+                if self._claim is not None and not self._keeps_claim(kept):
+                    return None
+            elif _is_taken(proposal.config, num_known, seen):
                 return None
         number, self._next_number = self._next_number, self._next_number + 1
         begun = BegunTrial(
@@ -433,13 +435,13 @@ class Store:
 
     @property
     def holds_play_off(self) -> bool:
-        """Whether this search holds the play-off."""
-        return self._claim is not None
+        """Whether the play-off is this search's, as far as it knows: one that stood still for long learns otherwise from `begin`."""
+        return self.shared is None or self._claim is not None
 
     @persistent
     def take_play_off(self) -> bool:
         """Whether the play-off is this search's to hold. One search of a study holds it; if that dies, another may."""
-        if self.shared is None or self._claim is not None:
+        if self.holds_play_off:
             return True
         known = self._play_off
         if known is not None and not self._is_unsure and self._claims(known):  # who waits for its end asks often
@@ -461,6 +463,13 @@ class Store:
             is_own = self._is_unsure and BegunTrial.from_dict(trial.user_attrs).owner == here
             return trial._trial_id if is_own else None
         return self._create(study, BegunTrial(stage=DECIDING, owner=here, seen_at_s=time.time()), {}, {})
+
+    def _keeps_claim(self, kept: Iterable[FrozenTrial]) -> bool:
+        """Whether the play-off is still this search's: if it stood still for long, it counted as dead, and another may hold it by now."""
+        if any(trial._trial_id == self._claim and trial.state is TrialState.RUNNING for trial in kept):
+            return True
+        self._claim = self._open_claim(self._study_of(DECIDING))
+        return self._claim is not None
 
     def leave_play_off(self) -> None:
         """Let another search hold the play-off. Where the storage does not answer, it learns that from the missing heartbeats."""

@@ -131,8 +131,8 @@ def _open_play_off(search: Search) -> PlayOff:
 
     def run(config: Config, number: int) -> Outcome | None:
         timed = settings.replace(max_timed_s=timed_s())
-        trial = None
-        while trial is None and not search.interrupted() and search.left_s > 0:  # again after a fault
+        trial = None  # after a fault it is run again
+        while trial is None and search.store.holds_play_off and not search.interrupted() and search.left_s > 0:
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
             # one slot for all rounds, as long as it lives: configs are compared in one place
             trial = search.probe(proposal, timed, search.at_once.slots[0])

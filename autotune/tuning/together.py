@@ -41,7 +41,7 @@ def hold_play_off(search: Search) -> bool:
 
     The answer of a search that ended while this one ran is this one's, too, unless what is best now was not in its play-off.
     """
-    if not search.store.is_shared or search.store.holds_play_off:
+    if search.store.holds_play_off:
         return True
     waited = False
     waiting = _Waiting(search)

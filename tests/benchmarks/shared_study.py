@@ -1,7 +1,7 @@
 """What a study that several searches share costs, and what faults do to it: run by `make bench-shared-study`.
 
-A trial in each kind of storage; a hundred controllers at once, which are threads that begin and end trials as searches do, and train
-nothing; and each fault of `tests/shared_faults.py`. With `--write` tables go into `studies/README.md`.
+A trial in each kind of storage; up to a hundred controllers at once, which are threads that begin and end trials, or wait for a play-off,
+as searches do, and train nothing; and each fault of `tests/shared_faults.py`. With `--write` tables go into `studies/README.md`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
+from sqlalchemy import Engine, event
+
+from autotune.records.config import Config
 from autotune.records.study import Proposal
 from autotune.study.reading import load_study
+from autotune.tuning.budget import OVERRUN
+from autotune.tuning.state import Search
+from autotune.tuning.together import hold_play_off
 from tests.benchmarks.searches import write
 from tests.closed_form import ClosedFormRunner, make_search
 from tests.postgres import Server, running_server
 from tests.shared_faults import FAULTS, PLENTY
 
 NUM_TRIALS = 60
-CONTROLLERS, PROCESSES = 100, 2
-PROBE_S, WATCHED_S = 30.0, 90.0
+PROCESSES = 2  # that play the controllers
+PROBE_S, WATCHED_S = 20.0, 50.0
 
 
 def trial_ms(storage: str, folder: Path) -> list[float]:
@@ -61,70 +68,119 @@ def overhead(server: Server) -> Iterator[str]:
             yield f"| {name} | {median(took):.0f} | {quantiles(took, n=20)[-1]:.0f} |"
 
 
-def control(storage: str, first: int, number: int) -> list[tuple[float, float]]:
-    """Let so many controllers begin and end trials for a while. Returns the seconds that each beginning and each end took."""
+@dataclass(frozen=True)
+class Part:
+    """What the controllers of one process have seen.
+
+    Attributes:
+        claims_ms: milliseconds that each beginning of a trial took, its look at the study included.
+        refused: beginnings that failed because another controller was faster.
+        ends_ms: milliseconds that each end took.
+        num_statements: statements that they sent.
+        processor_s: of the process.
+    """
+
+    claims_ms: list[float]
+    refused: int
+    ends_ms: list[float]
+    num_statements: int
+    processor_s: float
+
+
+def control(storage: str, seed: int, number: int, *, waits: bool) -> Part:
+    """Let so many controllers, each a thread, share a study for a while. All of them want the same configs in the same order.
+
+    Args:
+        waits: whether they wait for a play-off that another holds, and probe nothing.
+    """
+    statements: list[None] = []  # appended to by all threads
+    claims_ms: list[float] = []
+    ends_ms: list[float] = []
+    refused: list[None] = []
     with tempfile.TemporaryDirectory() as folder:
-        found: list[tuple[float, float]] = []
         runner = ClosedFormRunner()
-        searches = [make_search(Path(folder), runner, storage=storage) for _ in range(number)]
-        configs = list(searches[0].history.space)
-        per_controller = len(configs) // CONTROLLERS
-        until_s = time.monotonic() + WATCHED_S
+        searches = [
+            make_search(Path(folder), runner, storage=storage, budget_s=WATCHED_S / OVERRUN) for _ in range(number)
+        ]
+        event.listen(Engine, "before_cursor_execute", lambda *args: statements.append(None))
+        until_s, processor_s = time.monotonic() + WATCHED_S, time.process_time()
 
-        def run(place: int) -> None:
-            search = searches[place]
-            own = configs[(first + place) * per_controller :][:per_controller]
-            time.sleep(PROBE_S * (place + 0.5) / len(searches))  # as if they had begun at any time
-            for config in own:
+        def claim(search: Search) -> tuple[Config, int] | None:
+            while True:
+                search.catch_up()
+                history = search.history
+                left = (one for one in history.space if one not in history.known and one not in history.in_flight)
+                if (config := next(left, None)) is None:
+                    return None
+                if (trial := search.store.begin(Proposal(config=config), None, history.space, num_known=0)) is not None:
+                    return config, trial
+                refused.append(None)
+
+        def explore(place: int, search: Search) -> None:
+            time.sleep(PROBE_S * (place + seed / PROCESSES) / number)  # as if they had begun at any time
+            while time.monotonic() < until_s:
                 began_s = time.monotonic()
-                search.store.look()
-                number = search.store.begin(Proposal(config=config), None, search.history.space)
-                begun_s = time.monotonic()
-                assert number is not None
-                if begun_s + PROBE_S > until_s:
-                    return search.store.fail(number, "the time is up")
-                time.sleep(PROBE_S)
+                if (claimed := claim(search)) is None:
+                    return
+                claims_ms.append(1000 * (time.monotonic() - began_s))
+                config, trial = claimed
+                time.sleep(max(0.0, min(PROBE_S, until_s - time.monotonic())))
                 ended_s = time.monotonic()
-                search.store.finish(
-                    number, runner.outcome_of(config, search.settings), search.history.objective, disturbed=False
-                )
-                found.append((begun_s - began_s, time.monotonic() - ended_s))
-            return None
+                outcome = runner.outcome_of(config, search.settings)
+                search.store.finish(trial, outcome, search.history.objective, disturbed=False)
+                ends_ms.append(1000 * (time.monotonic() - ended_s))
 
-        threads = [threading.Thread(target=run, args=(place,)) for place in range(number)]
+        def wait(place: int, search: Search) -> None:
+            hold_play_off(search)
+
+        act = wait if waits else explore
+        threads = [threading.Thread(target=act, args=one) for one in enumerate(searches)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        processor_s = time.process_time() - processor_s
+        num_statements = len(statements)
         for search in searches:
             search.store.close()
-        return found
+    return Part(claims_ms, len(refused), ends_ms, num_statements, processor_s)
 
 
 def load(server: Server) -> Iterator[str]:
-    """What a hundred controllers ask of a server, and how long they wait for it."""
-    storage = server.new_database()
-    database = storage.rpartition("/")[2]
-    share = CONTROLLERS // PROCESSES
-    commits = f"SELECT xact_commit FROM pg_stat_database WHERE datname = '{database}'"
-    with tempfile.TemporaryDirectory() as folder:
-        make_search(Path(folder), ClosedFormRunner(), storage=storage).store.close()
-    before, before_s, since_s = server.execute(commits)[0][0], server.processor_s(), time.monotonic()
-    with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
-        parts = [pool.submit(control, storage, place * share, share) for place in range(PROCESSES)]
-        found = [one for part in parts for one in part.result()]
-    wall_s = time.monotonic() - since_s
-    asked = int(str(server.execute(commits)[0][0])) - int(str(before))
-    begins, ends = ([1000 * one[place] for one in found] for place in (0, 1))
-    read = load_study(storage)
-    lost = sum(trial.outcome is None for trial in read.probes)
-    yield "| controllers | trials | transactions/s | processors of the server | ms to begin (95 % below) | ms to end (95 % below) | lost |"
-    yield "|---|---|---|---|---|---|---|"
+    """What controllers ask of a server, how long they wait for it, and whether a config ran twice."""
     yield (
-        f"| {CONTROLLERS} | {len(read.probes)} | {asked / wall_s:.0f} | {(server.processor_s() - before_s) / wall_s:.2f} | "
-        f"{median(begins):.0f} ({quantiles(begins, n=20)[-1]:.0f}) | {median(ends):.0f} ({quantiles(ends, n=20)[-1]:.0f}) | "
-        f"{len(found) - len(read.probes) + lost} |"
+        "| controllers | trials | run twice | lost | statements/s | processors of the server | of each controller | "
+        "ms to begin (95 % below) | another was faster | ms to end (95 % below) |"
     )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for number, waits in ((10, False), (100, False), (100, True)):
+        storage = server.new_database()
+        with tempfile.TemporaryDirectory() as folder:
+            first = make_search(Path(folder), ClosedFormRunner(), storage=storage)
+            if waits:
+                first.store.take_play_off()
+            before_s, since_s = server.processor_s(), time.monotonic()
+            with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("spawn")) as pool:
+                share = number // PROCESSES
+                running = [pool.submit(control, storage, seed, share, waits=waits) for seed in range(PROCESSES)]
+                parts = [one.result() for one in running]
+            wall_s, used_s = time.monotonic() - since_s, server.processor_s() - before_s
+            first.store.leave_play_off()
+            first.store.close()
+        read = load_study(storage)
+        claims, ends = ([ms for part in parts for ms in getattr(part, name)] for name in ("claims_ms", "ends_ms"))
+        probed = [trial.config for trial in read.probes]
+        statements = sum(part.num_statements for part in parts)
+        own = sum(part.processor_s for part in parts) / number / wall_s
+        yield (
+            f"| {number}{', which wait for the play-off' if waits else ''} | {len(probed)} | {len(probed) - len({*probed})} | "
+            f"{len(ends) - len(probed) + read.num_lost} | {statements / wall_s:.0f} | {used_s / wall_s:.2f} | "
+            f"{own:.3f} | {_told_ms(claims)} | {sum(part.refused for part in parts)} | {_told_ms(ends)} |"
+        )
+
+
+def _told_ms(took: list[float]) -> str:
+    return f"{median(took):.0f} ({quantiles(took, n=20)[-1]:.0f})" if took else ""
 
 
 def faults(server: Server) -> Iterator[str]:

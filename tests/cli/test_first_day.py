@@ -130,7 +130,7 @@ def test_a_study_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixt
 def test_another_search_of_the_same_study(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with lock_study(place_of(None, None, folder.name)):
         said = refused(*SEARCH, capsys=capsys)
-    assert "in use by another search" in said and "--study NAME" in said
+    assert "in use by another search" in said and "--study NAME" in said and "--storage postgresql" in said
 
 
 def test_a_dataset_that_cannot_be_pickled() -> None:

@@ -21,7 +21,7 @@ from autotune.records.study import PLAY_OFF, Owner, Proposal
 from autotune.study import sharing
 from autotune.study.backends import postgres
 from autotune.study.place import place_of
-from autotune.study.reading import load_study
+from autotune.study.reading import load_study, open_to_show
 from autotune.study.store import agree_on_limit, storage_errors
 from autotune.tuning.state import Search
 from tests.closed_form import ClosedFormRunner, make_search
@@ -229,6 +229,22 @@ def test_one_search_holds_the_play_off_until_it_leaves_it_or_dies(
     assert (load_study(database).num_running, load_study(database).num_lost) == (0, 0)
 
 
+def test_a_search_that_stood_still_in_its_play_off_goes_on_with_it_unless_another_holds_it_by_now(
+    open_at: Callable[..., Search], database: str
+) -> None:
+    here, other = open_at(database), open_at(database)
+    for freed in (1, 2):
+        assert here.store.take_play_off() and here.store._claim is not None
+        here.store._storage.set_trial_state_values(here.store._claim, TrialState.FAIL)
+        if freed == 1:
+            number = begin(here, stage=PLAY_OFF, round=0)
+            assert number is not None and here.store.holds_play_off and not other.store.take_play_off()
+            finish(here, number)
+        else:
+            assert other.store.take_play_off()
+            assert begin(here, stage=PLAY_OFF, round=1) is None and not here.store.holds_play_off
+
+
 def test_a_network_that_goes_away_loses_nothing_and_tells_nothing_twice(
     open_at: Callable[..., Search], server: Server, database: str
 ) -> None:
@@ -351,6 +367,7 @@ def test_a_server_without_its_driver_says_how_to_get_it(monkeypatch: pytest.Monk
 
 
 def test_reading_an_empty_database_creates_nothing_there(server: Server, database: str) -> None:
-    with pytest.raises(StudyError, match="holds no study yet; `autotune search` makes one"):
-        load_study(database)
+    for read in (load_study, open_to_show):
+        with pytest.raises(StudyError, match="holds no study yet; `autotune search` makes one"):
+            read(database)
     assert not server.execute("SELECT * FROM pg_tables WHERE schemaname = 'public'", database.rpartition("/")[2])
