@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, OperationalError, PendingRollbackError
 
 from autotune.errors import StudyError
 from autotune.records.config import Config
@@ -265,6 +265,13 @@ def test_a_network_that_goes_away_loses_nothing_and_tells_nothing_twice(
     assert [trial.config for trial in load_study(database).probes] == configs
     assert load_study(database).num_running == load_study(database).num_lost == 0
     assert told and all("the storage does not answer; it is asked again" in text for text in told)
+
+
+@pytest.mark.parametrize("cause", [InterfaceError("gone", None, Exception()), PendingRollbackError("cut")])
+def test_a_connection_that_is_cut_may_come_again(cause: Exception) -> None:
+    error = StorageInternalError()
+    error.__cause__ = cause
+    assert postgres.Postgres().may_pass(error) and not postgres.Postgres().may_pass(StorageInternalError())
 
 
 def test_a_storage_that_stays_away_ends_the_search_in_words_without_a_password(

@@ -10,7 +10,7 @@ from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.engine import URL, Engine, make_url
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
 from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError
@@ -95,7 +95,8 @@ class Postgres(SharedBackend):
         while isinstance(error, StorageInternalError) and error.__cause__ is not None:
             error = error.__cause__
         is_cut = isinstance(error, DBAPIError) and error.connection_invalidated
-        return is_cut or isinstance(error, OperationalError | InterfaceError)
+        # the last one: Optuna asks once more in a transaction whose connection was cut
+        return is_cut or isinstance(error, OperationalError | InterfaceError | PendingRollbackError)
 
     def beat(self, storage: BaseStorage, trial_ids: Collection[int]) -> None:
         if trial_ids:
