@@ -12,20 +12,22 @@ search is given:
 - `false`: this table's own study turned upside down (each speed inverted, the slowest config for its answer), with the same claim.
 
 The first probe is the baseline's and the second is the first that can be better, so 2 is the least where the baseline is not near.
-With `--write` the table goes into `studies/README.md`.
+With `--write` the table goes into `studies/README.md`; with `--keep FILE` what that file holds is not run again, and the rest is added.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from autotune.proposers.base import Proposer
 from autotune.records.options import SearchOptions
@@ -111,6 +113,53 @@ def probes_until_near(scenario: Scenario, given: Sequence[PriorStudy], seed: int
     return next((n for n, share in enumerate(truth.shares(watch.configs), start=1) if share >= truth.near), math.inf)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is found, by a key in words; with a file it is kept there as it comes, a line of JSON each.
+
+    Args:
+        path: of the file; None for none.
+    """
+
+    path: Path | None
+
+    def found(self) -> dict[str, Any]:
+        """What earlier runs have left."""
+        lines = self.path.read_text().splitlines() if self.path and self.path.exists() else []
+        return dict(map(json.loads, lines))
+
+    def add(self, key: str, value: Any) -> None:
+        """Keep one more."""
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(json.dumps([key, value]) + "\n")
+
+
+def all_left(paths: Sequence[Path], pool: ProcessPoolExecutor, kept: Kept) -> dict[Path, PriorStudy]:
+    """What searches over all tables leave."""
+    keys = {path: f"left by {path}" for path in paths}
+    found = kept.found()
+    missing = [path for path in paths if keys[path] not in found]
+    for path, study in zip(missing, pool.map(left_by, missing), strict=True):
+        found[keys[path]] = study.to_dict()
+        kept.add(keys[path], study.to_dict())
+    return {path: PriorStudy.from_dict(found[keys[path]]) for path in paths}
+
+
+def all_probes(
+    jobs: Mapping[tuple[Scenario, str, int], Sequence[PriorStudy]], pool: ProcessPoolExecutor, kept: Kept
+) -> dict[tuple[Scenario, str, int], float]:
+    """Probes until near of every search: a scenario, the name of what it is given, and a seed, with the studies that are that."""
+    keys = {job: f"{job[0].path} {job[0].tight} {job[1]} {job[2]}" for job in jobs}
+    found = kept.found()
+    missing = [job for job in jobs if keys[job] not in found]
+    futures = [pool.submit(probes_until_near, job[0], jobs[job], job[2]) for job in missing]
+    for job, future in zip(missing, futures, strict=True):
+        found[keys[job]] = future.result()
+        kept.add(keys[job], found[keys[job]])
+    return {job: found[keys[job]] for job in jobs}
+
+
 def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorStudy]]:
     """What searches over a table are given, by name."""
     own, task = left[path], path.parent.name
@@ -188,22 +237,25 @@ def main() -> None:
     parser.add_argument("--given", nargs="+", default=list(GIVEN), choices=GIVEN)
     parser.add_argument("--tables", nargs="+", type=Path, help="default: all that are recorded")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="file of what need not be run again")
     parser.add_argument("--write", action="store_true", help="into the studies' README")
     options = parser.parse_args()
     unseen = [path for task in GRIDS for profile in PROFILES if (path := table_of(task, profile)).exists()]
     every = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen)]
     wanted = [path.absolute() for path in options.tables] if options.tables else every
+    kept = Kept(options.keep)
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        left = dict(zip(every, pool.map(left_by, every), strict=True))
-        jobs = []
-        for path in wanted:
-            given = given_to(path, left)
-            for tight in (False, True):
-                scenario = Scenario(path, tight)
-                names = [name for name in options.given if name == "nothing" or given[name]]
-                jobs += [(scenario, name, seed, given[name]) for name in names for seed in range(options.seeds)]
-        probes = pool.map(probes_until_near, *zip(*((s, studies, seed) for s, _, seed, studies in jobs), strict=True))
-        found = {(s, name, seed): n for (s, name, seed, _), n in zip(jobs, probes, strict=True)}
+        left = all_left(every, pool, kept)
+        given = {path: given_to(path, left) for path in wanted}
+        jobs = {
+            (Scenario(path, tight), name, seed): given[path][name]
+            for seed in range(options.seeds)
+            for path in wanted
+            for tight in (False, True)
+            for name in options.given
+            if name == "nothing" or given[path][name]
+        }
+        found = all_probes(jobs, pool, kept)
     lines = [f"{options.seeds} seeds a row.", "", *summary(found, options.given)]
     print("\n".join(lines))
     if options.write:
