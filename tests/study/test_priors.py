@@ -71,7 +71,7 @@ def test_a_forgotten_study_leaves_nothing_in_the_file(tmp_path: Path) -> None:
     assert store.files == []
 
 
-@pytest.mark.parametrize("content", [b"\x00\xff not a journal", b'{"some": "json"}\n{"of": "others"}\n'])
+@pytest.mark.parametrize("content", [b"\x00\xff not a journal", b"one line", b'{"some": "json"}\n{"of": "others"}\n'])
 def test_a_foreign_file_is_set_aside_and_what_comes_after_is_kept(tmp_path: Path, content: bytes) -> None:
     told: list[str] = []
     store = PriorStore(tmp_path, told.append)
@@ -84,6 +84,8 @@ def test_a_foreign_file_is_set_aside_and_what_comes_after_is_kept(tmp_path: Path
     store.keep(left())
     assert store.studies() == [left()]
     assert len(told) == 1
+    store.forget()
+    assert file.with_suffix(".aside").exists()
 
 
 def test_another_programs_journal_is_set_aside(tmp_path: Path) -> None:
