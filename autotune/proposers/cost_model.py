@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from statistics import median
 from typing import TypeVar
 
@@ -66,6 +68,15 @@ class CostModel:
         self._last: tuple[tuple[Space, Traces | None, Probes], Acquisition] | None = None
         self._fallback = StartingDesign()
         self._is_told = False
+
+    @cached_property
+    def untaught(self) -> CostModel:
+        """The model without what like studies taught: what is told of the answer, and what plays for it, rest on this study alone."""
+        if not self.taught.lessons:
+            return self
+        new = copy(self)
+        new.taught, new._last = NOTHING_TAUGHT, None
+        return new
 
     def propose(self, history: History) -> Proposal | None:
         """The config to probe next; None if no config has more than a small chance to beat the best.

@@ -18,7 +18,7 @@ def answer_so_far(
 
     Once a round of the play-off has ended, the best is the play-off's leader, and its rounds tell the chance. Before that each config
     has one process, and the best was chosen because it came out above all others. The chance is then that of the model fitted to all
-    probes, which does not take such luck for speed.
+    probes, which does not take such luck for speed, and believes nothing that other studies taught.
 
     Returns:
         No best where nothing is feasible; no chance where the best is the baseline, or the baseline does not run.
@@ -32,4 +32,4 @@ def answer_so_far(
         return (leader.config, history.known[leader.config]), chance
     if best is None or baseline is None or best[0] == base_config or not history.objective.feasible(baseline):
         return best, None
-    return best, cost_model.chance_to_be_better(history, best[0], base_config)
+    return best, cost_model.untaught.chance_to_be_better(history, best[0], base_config)

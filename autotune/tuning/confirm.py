@@ -35,7 +35,7 @@ BETTER = math.log(1.01)
 def finalists_of(search: Search) -> list[Config]:
     """The best few configs, ranked by all probes together: as many as the remaining time can confirm."""
     history, budget = search.history, search.budget
-    ranked = _ranked(history, search.cost_model)
+    ranked = _ranked(history, search.cost_model.untaught)
     near = near_the_best(ranked, history.objective)
     others = [config for config in near if config != history.space.baseline]
     if not others:  # the baseline is far ahead, perhaps by luck: the best of the others plays all the same
@@ -61,7 +61,7 @@ def confirm(
     """
     if search.play_off is None:
         search.play_off = _open_play_off(search)
-    play_off, ranked = search.play_off, _ranked(search.history, search.cost_model)
+    play_off, ranked = search.play_off, _ranked(search.history, search.cost_model.untaught)
     playing = list(filter(admit, finalists_of(search)))
     merits = {config: search.history.objective.merit(outcome) for config, outcome in ranked.items()}
     candidates = [config for config in ranked if config != search.history.space.baseline]

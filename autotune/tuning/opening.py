@@ -340,9 +340,9 @@ def _open_over(
     if inspection.shortage:
         listener.warn(too_little_memory(inspection, limit_bytes))
     train_samples = count_train_samples(options, inspection)
-    inspection, taught = recall(
-        priors, options, inspection, fingerprint(inspection, runner.techniques, agreed), runner.techniques
-    )
+    known = fingerprint(inspection, runner.techniques, agreed)
+    is_resumed = kept.stored is not None
+    inspection, taught = recall(priors, options, inspection, known, runner.techniques, is_resumed=is_resumed)
     inspection = drop_slow_setups(inspection, options.longest_s, train_samples, options.include)
     wanted: dict[str, Any] = {"fix": options.fix, "include": options.include, "exclude": options.exclude}
     space, notes = build_space(inspection, runner.techniques, **wanted, frameworks=options.frameworks)

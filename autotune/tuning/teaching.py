@@ -18,15 +18,22 @@ from autotune.tuning.state import Search
 
 
 def recall(
-    store: PriorStore | None, options: SearchOptions, inspection: Inspection, known: Fingerprint, techniques: Techniques
+    store: PriorStore | None,
+    options: SearchOptions,
+    inspection: Inspection,
+    known: Fingerprint,
+    techniques: Techniques,
+    *,
+    is_resumed: bool,
 ) -> tuple[Inspection, Taught]:
-    """What the study of `options.like` teaches; without one what like studies in the store do, the search's own apart.
+    """What the study of `options.like` teaches; without one what like studies in the store do.
 
     Also the inspection, with the seconds that compiling took there.
 
     Args:
         store: None where nothing is remembered, as in a replay.
         known: the fingerprint of the search.
+        is_resumed: whether the search goes on with a study, whose own trials would count twice if it taught itself.
 
     Raises:
         StudyError: `options.like` cannot be read, or its baseline was not measured.
@@ -38,7 +45,7 @@ def recall(
         taught = Taught.by([Lesson(given, here.likeness(given.circumstances, same_model=True))], techniques)
     elif store is not None and not options.no_priors and here.signature is not None:
         own = name_of(inspection.facts.name, known)
-        others = [study for study in store.studies() if study.name != own]
+        others = [study for study in store.studies() if not (is_resumed and study.name == own)]
         taught = Taught.by([Lesson(study, here.likeness(study.circumstances)) for study in others], techniques)
     return with_known_setups(inspection, taught, here.device), taught
 

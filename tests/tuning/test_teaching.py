@@ -10,19 +10,24 @@ import pytest
 
 from autotune.errors import ConfigError, StudyError
 from autotune.prediction.priors import Lesson, Taught
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.records.priors import PriorStudy, PriorTrial
+from autotune.records.study import Proposal
 from autotune.runners.jobs import InspectJob, Job
 from autotune.runners.replay import ReplayRunner
 from autotune.space import build_space
 from autotune.study.priors import PriorStore
 from autotune.techniques import find_techniques
+from autotune.tuning.anytime import answer_so_far
+from autotune.tuning.confirm import finalists_of
+from autotune.tuning.explore import measure_baseline
 from autotune.tuning.search import search
 from autotune.tuning.teaching import with_known_setups
-from tests.closed_form import MIB, ClosedFormRunner, inspection
+from tests.closed_form import MIB, ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 from tests.records.test_priors import here, transformer
 
@@ -96,10 +101,18 @@ def test_no_priors_begins_without(taught: PriorStudy, short_play_off: None) -> N
     assert not any(taught.name in text for text in notes.texts)
 
 
-def test_a_study_does_not_teach_itself(taught: PriorStudy, short_play_off: None) -> None:
+def test_a_study_that_is_resumed_does_not_teach_itself(taught: PriorStudy, short_play_off: None) -> None:
     notes = run(Seen(), num_trials=8)
     assert not any("earlier searches taught" in text for text in notes.texts)
     assert len(store().studies()) == 1
+
+
+def test_another_study_of_the_same_task_begins_where_the_first_ended(taught: PriorStudy, short_play_off: None) -> None:
+    again = Seen()
+    notes = run(again, study="again")
+    assert any(f"{taught.name} (100% alike)" in text for text in notes.texts)
+    best = {name: choice for name, choice in taught.answer.items() if name not in ("batch_size", "accumulation_steps")}
+    assert best.items() <= again.configs[1].items()
 
 
 def test_like_names_the_only_teacher(taught: PriorStudy, short_play_off: None) -> None:
@@ -183,6 +196,29 @@ def test_compiling_is_expected_to_take_as_long_as_on_this_device_and_no_other() 
     known = with_known_setups(found, taught, "cpu Some Processor")
     assert known.support["compile"].setup_s == (("default", 40.0),)
     assert with_known_setups(found, taught, "cpu Another") == found
+
+
+def test_what_is_told_and_what_plays_rests_on_this_studys_probes_alone(tmp_path: Path) -> None:
+    searched = make_search(tmp_path, ClosedFormRunner(noise=0.02))
+    measure_baseline(searched)
+    space = searched.history.space
+    for choices in ({"amp": "bf16"}, {"amp": "bf16", "optimizer_impl": "fused"}, {"batch_size": 8}):
+        searched.probe(Proposal(config=space.complete({**space.baseline.as_dict(), **choices})))
+    plain = searched.cost_model
+    trials = (
+        PriorTrial(
+            config={**space.baseline, "amp": choice}, kind=Kind.OK, speed=speed, speed_low=speed, speed_high=speed
+        )
+        for choice, speed in (("bf16", 1.4), ("fp16", 1.38))
+    )
+    believing = CostModel(lambda: None, 200 * MIB, taught=lesson(*trials))
+    untried = space.complete({**space.baseline.as_dict(), "amp": "fp16"})
+    assert believing.predict(searched.history, untried) != plain.predict(searched.history, untried)
+    told = answer_so_far(searched.history, plain, None)
+    assert answer_so_far(searched.history, believing, None) == told
+    playing = finalists_of(searched)
+    searched.cost_model = believing
+    assert finalists_of(searched) == playing
 
 
 def test_studies_that_are_hardly_alike_are_not_looked_at() -> None:
