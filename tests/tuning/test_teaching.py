@@ -169,10 +169,10 @@ def lesson(*trials: PriorTrial, likeness: float = 1.0, device: str = "cpu Some P
         name="some 1",
         circumstances=here(device=device),
         baseline=baseline,
-        space={},
+        space={"amp": ("off", "bf16", "fp16")},
         answer={},
         searched_at="",
-        trials=(PriorTrial(config=baseline, kind=Kind.OK, speed=1.0), *whole),
+        trials=(PriorTrial(config=baseline, kind=Kind.OK, speed=1.0, speed_low=0.99, speed_high=1.01), *whole),
     )
     return Taught.by([Lesson(study, likeness)], find_techniques())
 
@@ -205,12 +205,10 @@ def test_what_is_told_and_what_plays_rests_on_this_studys_probes_alone(tmp_path:
     for choices in ({"amp": "bf16"}, {"amp": "bf16", "optimizer_impl": "fused"}, {"batch_size": 8}):
         searched.probe(Proposal(config=space.complete({**space.baseline.as_dict(), **choices})))
     plain = searched.cost_model
-    trials = (
-        PriorTrial(
-            config={**space.baseline, "amp": choice}, kind=Kind.OK, speed=speed, speed_low=speed, speed_high=speed
-        )
-        for choice, speed in (("bf16", 1.4), ("fp16", 1.38))
-    )
+    trials = [
+        PriorTrial(config={"amp": choice}, kind=Kind.OK, speed=gain, speed_low=0.99 * gain, speed_high=1.01 * gain)
+        for choice, gain in (("bf16", 1.4), ("fp16", 1.38))
+    ]
     believing = CostModel(lambda: None, 200 * MIB, taught=lesson(*trials))
     untried = space.complete({**space.baseline.as_dict(), "amp": "fp16"})
     assert believing.predict(searched.history, untried) != plain.predict(searched.history, untried)
