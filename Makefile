@@ -24,8 +24,10 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 		printf '%-15s %s\n' "$$name" "$$text"; done
 
-demo: $(VENV)/.installed  ## search on a shipped case study; DEMO_ARGS passes options on, e.g. DEMO_ARGS="--budget 20s"
+demo: $(VENV)/.installed  ## search on a shipped case study, then with one more layer; DEMO_ARGS is for the first, e.g. DEMO_ARGS="--budget 20s"
 	$(RUN)/autotune search studies/gpt/model.py --budget 2m $(DEMO_ARGS)
+	@echo; echo "The same model with one more layer: its search starts where the first ended."
+	GPT_LAYERS=5 $(RUN)/autotune search studies/gpt/model.py --study gpt-5-layers --budget 20s
 
 test: $(VENV)/.installed-dev  ## run the tests; PYTEST_ARGS passes options on, e.g. PYTEST_ARGS="-k checkpoint"; on a GPU TEST_WORKERS=0
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
