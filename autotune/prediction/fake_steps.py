@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -244,7 +244,8 @@ class Run:
 
     def update(self, batch_size: int) -> Pass:
         """An update of the parameters."""
-        return self._pass(batch_size, self.session.update)
+        with self.tracker.elsewhere() if self.spreading.updates_on_host else nullcontext():
+            return self._pass(batch_size, self.session.update)
 
     @contextmanager
     def _counted(self) -> Iterator[Work]:

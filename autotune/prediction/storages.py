@@ -141,7 +141,7 @@ class StorageTracker(TorchDispatchMode):
         self._streams: dict[Any, int] = {
             torch.cpu.current_stream(): 0
         }  # numbers; FSDP2 enters those of a GPU on a CPU, too
-        self._is_blind = False
+        self._is_blind = self._is_elsewhere = False
         self._workspace_of = functools.cache(hidden.workspace)
         self._results = hidden.results
         self._living: dict[int, _Reference] = {}  # by the address of the storage
@@ -224,6 +224,15 @@ class StorageTracker(TorchDispatchMode):
         finally:
             self._is_blind = was_blind
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What is made inside lies in other memory, as of `see_elsewhere`."""
+        was_elsewhere, self._is_elsewhere = self._is_elsewhere, True
+        try:
+            yield
+        finally:
+            self._is_elsewhere = was_elsewhere
+
     def begin_with(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forget all that was seen: these alone are there, allocated in this order."""
         self.events.clear()
@@ -249,6 +258,8 @@ class StorageTracker(TorchDispatchMode):
             if known.shown_bytes == shown_bytes:
                 return
             self._free(known.key, known.size_bytes)  # resized, or `set_` to another size
+        if self._is_elsewhere:
+            real_bytes = 0
         reference = _Reference(storage, self._freed)
         reference.address, reference.shown_bytes = address, shown_bytes
         reference.size_bytes = shown_bytes if real_bytes is None else real_bytes
@@ -258,6 +269,12 @@ class StorageTracker(TorchDispatchMode):
     def see_elsewhere(self, tensor: torch.Tensor) -> None:
         """Take note that the storage of a dense tensor lies in other memory, and so does what looks at it."""
         self._see_dense(tensor, real_bytes=0)
+
+    def move_elsewhere(self, tensor: torch.Tensor) -> None:
+        """Take note that a dense tensor, which was seen, has gone to other memory."""
+        known = self._living.pop(_address(tensor))
+        self._free(known.key, known.size_bytes)
+        self.see_elsewhere(tensor)
 
     def keys_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """The keys of the tensors' storages, as far as they were seen."""

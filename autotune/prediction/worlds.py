@@ -11,6 +11,7 @@ import torch
 from torch import distributed, nn
 
 from autotune.group import Together, require_groups
+from autotune.prediction.host_shards import copied_as_on_a_device
 from autotune.prediction.passes import Event
 from autotune.prediction.storages import StorageTracker
 from autotune.records.config import World
@@ -43,12 +44,14 @@ class Spreading:
         copies: what stands in for DDP; None where the model is not spread so.
         num_events: before that was made.
         regrouped: what it allocated before its second step.
+        updates_on_host: shards lie in host memory, and so does all that updates them.
     """
 
     def __init__(self, tracker: StorageTracker, world: World) -> None:
         self.copies: Copies | None = None
         self.num_events = 0
         self.regrouped: tuple[Event, ...] = ()
+        self.updates_on_host = False
         self._tracker, self._world = tracker, world
 
     @property
@@ -69,7 +72,11 @@ class Spreading:
             self.copies = Copies(module, **options)
             return self.copies
 
+        def on_host() -> None:
+            self.updates_on_host = True
+
         with ExitStack() as stack:
+            stack.enter_context(copied_as_on_a_device(self._tracker, on_host))
             for owner, name in ((spread, "leaves_some_out"), (ShardingPropagator, "_propagate_tensor_meta_non_cached")):
                 stack.enter_context(mock.patch.object(owner, name, self._unseen(getattr(owner, name))))
             stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", copy))

@@ -20,7 +20,6 @@ class ShardOffload(SpreadOption, Switch):
     loads_host = True
     leanest = (True,)
     against_shortage = True
-    untraced = "a trace does not tell the host's memory from the device's"
     expected = Expectation(
         compute=Factor(typical=1.3, spread=1.5),
         update=Factor(typical=5.0, spread=3.0),
@@ -35,6 +34,10 @@ class ShardOffload(SpreadOption, Switch):
     def why_not(self, setting: Setting) -> str:
         on_host = "" if setting.device.capabilities.own_memory else "on a CPU the host's memory is the device's"
         return super().why_not(setting) or on_host
+
+    def shapes_update(self, choice: Choice) -> bool:
+        """The optimizer's state lies on the host, too."""
+        return True
 
     def why_optional(self, setting: Setting) -> str:
         return "copies over the bus and an update on the host are far slower"

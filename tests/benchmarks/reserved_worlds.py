@@ -44,6 +44,7 @@ BATCH = {"gpt": 48, "digits": 64, "tagger": 64, "GPT-2": SIZES["GPT-2"][1], "BER
 SPREADS = ("ddp", "zero1", "fsdp", "fsdp_grad", "hsdp:2")
 OTHERS: tuple[dict[str, Any], ...] = ({}, {"amp": "bf16"}, {"checkpoint_segments": 2})
 COMBINED = {2: SPREADS, 4: ("ddp", "fsdp", "hsdp:2"), 8: ("ddp", "fsdp")}  # with the others, by the size of the world
+OFFLOADED = {2: ("fsdp", "fsdp_grad"), 4: ("fsdp", "hsdp:2"), 8: ()}  # with the others and shards in host memory
 NUM_RUNS = 2  # of two copies: whether NCCL's watchdog has let go of DDP's first buckets in time differs from run to run
 
 
@@ -70,7 +71,10 @@ def configs_of(model: str, world_size: int) -> Iterator[dict[str, Any]]:
         if has_convolutions and ("checkpoint_segments" in others or (is_sharded and "amp" not in others)):
             continue  # FSDP2 takes no channels last, with which alone fp32 convolutions take no workspace
         layout = {"channels_last": True} if has_convolutions and not is_sharded else {}
-        yield {"batch_size": BATCH[model], "parallel": spread, **layout, **others}
+        config = {"batch_size": BATCH[model], "parallel": spread, **layout, **others}
+        yield config
+        if spread in OFFLOADED[world_size]:
+            yield {**config, "shard_offload": True}
 
 
 def train(model: str, config: dict[str, Any], world: World, store: Path) -> dict[str, Any]:

@@ -55,6 +55,20 @@ def test_a_shard_holds_its_part_and_gathers_a_block_at_a_time(world: World) -> N
     assert len({event.stream for event in shard.events}) > 1  # each of which has memory of its own
 
 
+def test_of_shards_in_host_memory_the_device_holds_what_is_gathered_alone(world: World) -> None:
+    shard, on_host = (traced(world, parallel="fsdp", shard_offload=where).alone[-1] for where in (False, True))
+    parameters = held_bytes(shard, Purpose.PARAMETERS)
+    assert held_bytes(on_host, Purpose.PARAMETERS) < 0.01 * parameters  # buffers
+    assert most_bytes(on_host) == pytest.approx(most_bytes(shard) - parameters, rel=0.01)
+    copies = [event.size_bytes for event in on_host.events if event.allocates and event.stream]
+    gathered = [event.size_bytes for event in shard.events if event.allocates and event.stream]
+    assert sum(copies) > sum(gathered)  # each shard comes to the device before it is sent round
+    tracer = Tracer(load_task(GPT), "cuda 8.0 108", techniques, world=world)
+    choices = dict(techniques.update_group(techniques.complete({"parallel": "fsdp", "shard_offload": True})))
+    for update in tracer.updates(techniques.complete(choices), 4):
+        assert most_bytes(update) < 0.01 * parameters  # gradients and state of the optimizer lie there, too
+
+
 def test_copies_hold_buckets_beside_their_gradients_and_make_them_anew_before_the_second_step(world: World) -> None:
     alone, copies = traced(ALONE), traced(world)
     gradients = held_bytes(alone.beside[-1], Purpose.GRADIENTS)
