@@ -9,8 +9,8 @@ from typing import Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
-from autotune.task.samples import NUM_SAMPLED, is_stream, width
-from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch
+from autotune.task.samples import NUM_SAMPLED, dataset_size, is_stream, width
+from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, Table, words
 
 _WINDOW = 50  # samples of so many batches are grouped by length, as in transformers' LengthGroupedSampler
@@ -59,11 +59,10 @@ class LengthBucketing(Switch):
         from autotune.task.unequal_samples import sample_lengths
 
         task = setting.task
-        if task.dataset() is None:
-            return "the task has no train_dataset, so the order of samples is not the loader's"
-        if setting.dataset_size is None or is_stream(task.dataset()):
-            return "the dataset is a stream, whose order is its own"
-        if len(task.widest()) < min(setting.dataset_size, NUM_SAMPLED):
+        dataset: Any = task.dataset()
+        if reason := _why_not_of(dataset):
+            return reason
+        if len(task.widest()) < min(len(dataset), NUM_SAMPLED):
             return "samples take long to read, and each would be read once more for its length"
         lengths = sample_lengths(task)
         if lengths is None:
@@ -72,7 +71,19 @@ class LengthBucketing(Switch):
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the loader's order of samples."""
-        build.loader_options["sampler"] = Buckets(build.task.dataset(), build.config.batch_size)
+        dataset = build.task.dataset()
+        if reason := _why_not_of(dataset):
+            raise UnsupportedError(f"length_bucketing: {reason}")
+        build.loader_options["sampler"] = Buckets(dataset, build.config.batch_size)
+
+
+def _why_not_of(dataset: Any) -> str:
+    """Why the order of a dataset's samples is not the loader's to choose; empty where it is."""
+    if dataset is None:
+        return "the task has no train_dataset, so the order of samples is not the loader's"
+    return (
+        "the dataset is a stream, whose order is its own" if dataset_size(dataset) is None or is_stream(dataset) else ""
+    )
 
 
 class Buckets:

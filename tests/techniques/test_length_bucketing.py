@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from autotune import prepare
 from autotune.probe.measure import micro_batches
 from autotune.task import Task
-from autotune.techniques import find_techniques
+from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.length_bucketing import LengthBucketing
 
 techniques = find_techniques()
@@ -116,6 +116,19 @@ def test_what_a_probe_times_is_like_the_whole() -> None:
             before = reads
         means.append(sum(widths) / len(widths))
     assert sum(means) / len(means) == pytest.approx(sum(LENGTHS) / NUM_SAMPLES, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"train_dataset": None, "make_batch": lambda n: torch.zeros(n, 4)}, "the task has no train_dataset"),
+        ({"train_dataset": Stream}, "the dataset is a stream"),
+    ],
+)
+def test_a_config_that_asks_for_it_where_it_cannot_be_says_why(changes: Any, reason: str) -> None:
+    task = dataclasses.replace(TASK, **changes)
+    with pytest.raises(UnsupportedError, match=f"length_bucketing: {reason}"):
+        prepare(task, {"batch_size": BATCH_SIZE, "length_bucketing": True}, device="cpu")
 
 
 def test_it_is_asked_for_and_labelled(make_setting: Any) -> None:
