@@ -164,11 +164,14 @@ class Acquisition:
         return Posterior(peaks, to_win, to_fit, chance_of_best, improvement * chance_of_best / self._cost(configs))
 
     def expected_gain(self, config: Config) -> float | None:
-        """The expected gain of a config over the best, as a logarithm of the merit; None while nothing is known to fit."""
+        """The expected gain of a config over the best, as a logarithm of the merit; None while nothing is known to fit.
+
+        It is what a probe of it may tell: less where processes differ by more.
+        """
         if self.best is None:
             return None
         peaks = self.memory.estimates([config])
-        to_win, beyond = self._winning([config], peaks)
+        to_win, beyond = self._winning([config], peaks, noise=self.speed_weight * self.pace.noise)
         to_run = self.posterior([config]).to_fit * self._chance_to_run([config]) * self._chance_of_speed([config])
         return float(((beyond + BETTER * to_win) * to_run)[0])
 
@@ -197,15 +200,21 @@ class Acquisition:
         pairs = zip(np.exp(log_speeds), map(self._setup_s, configs), strict=True)
         return np.log([whole(speed, setup_s) for speed, setup_s in pairs])
 
-    def _winning(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> tuple[Array, Array]:
+    def _winning(
+        self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None], noise: float = 0.0
+    ) -> tuple[Array, Array]:
         """Chance to be better than the best by 1 %, and the expected gain beyond that.
 
         Both are averaged over the model and its leave-one-out versions without one influential probe.
+
+        Args:
+            noise: of a probe; with it, the chance to be found so by one, and the gain that is then expected.
         """
         weights = [1 - UNSEEN_FAULT * len(self.leave_one_out), *[UNSEEN_FAULT] * len(self.leave_one_out)]
         to_win, improvement = np.zeros(len(configs)), np.zeros(len(configs))
         for weight, pace in zip(weights, (self.pace, *self.leave_one_out), strict=True):
             gain, std = self._gain(pace, configs, peaks)
+            std = std * std / np.sqrt(std * std + noise * noise)
             z = (gain - BETTER) / std
             to_win += weight * _normal_cdf(z)
             improvement += weight * std * (z * _normal_cdf(z) + np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi))

@@ -30,6 +30,7 @@ SLOWEST_TIMED = 0.5  # of the baseline's throughput: what is slower than that is
 GUEST_SHARE = 0.15  # of the time that exploring and play-off share: kept at most for one device beside the play-off
 UNDO_SHARE = 0.15  # of the time that exploring and play-off share: kept at most for undoing changes of the best config
 END_SHARE = 0.03  # of the budget: after the last probe the answer is put together and written
+USUAL_AUTO_S = 120.0  # most searches that end by themselves take about so long
 AHEAD_S = 3600.0  # of training, where the user does not say how long it will be
 RECENT = 8  # probes that tell how long the next one takes
 
@@ -145,14 +146,15 @@ class Budget:
         Args:
             min_timed_s: so long a config has to be timed at least, for what is observed meanwhile.
         """
+        share_s = min(self.budget_s, USUAL_AUTO_S if self.is_auto else math.inf) / 60
         return ProbeSettings(
             memory_limit_bytes=memory_limit_bytes,
             world=world,
             seed=seed,
             timeout_s=self.first_timeout_s,
             min_timed_s=min_timed_s,
-            max_timed_s=max(min_timed_s, min(10.0, max(1.0, self.budget_s / 60))),
-            max_warmup_s=min(20.0, max(2.0, self.budget_s / 60)),
+            max_timed_s=max(min_timed_s, min(10.0, max(1.0, share_s))),
+            max_warmup_s=min(20.0, max(2.0, share_s)),
         )
 
     def paced(self, settings: ProbeSettings, history: History) -> ProbeSettings:

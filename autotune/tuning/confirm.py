@@ -30,6 +30,7 @@ NEAR_BEST = 0.93  # single processes differ by this much on a busy machine: a co
 AS_GOOD = 0.98  # of the best's merit: one process of each cannot tell such configs apart
 MAY_WIN_Z = 1.2816  # a config so many standard deviations below the leader has a chance of 10 % to win: worth a place
 BETTER = math.log(1.01)
+ROUNDS_AHEAD = (1, 2, 4, 8, 16)  # of which one number has to pay: a single round may tell nothing where several do
 
 
 def finalists_of(search: Search) -> list[Config]:
@@ -75,7 +76,9 @@ def confirm(
     keep_s = (1 - share) * max(0.0, search.budget.free_s)
 
     def has_time(round_s: float, number: int) -> bool:
-        pays = number < MIN_ROUNDS or search.budget.is_worth(play_off.stake(), round_s, search.history)
+        pays = number < MIN_ROUNDS or any(
+            search.budget.is_worth(play_off.stake(num), num * round_s, search.history) for num in ROUNDS_AHEAD
+        )
         return pays and search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number)
 
     standing = play_off.play(

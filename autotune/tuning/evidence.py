@@ -68,11 +68,20 @@ class Distribution:
         """The chance that the logarithm is below a value."""
         return float(np.interp(value, self._values, self._up_to, left=0.0, right=1.0))
 
-    @property
-    def upside(self) -> float:
-        """The expected amount by which the logarithm is above 0; what it is below counts as 0."""
+    def upside_seen(self, share: float, *, least: float = 0.0, doubts: float = 0.0) -> float:
+        """The expected logarithm that one will choose, once a share of its variance is known; what is not chosen counts as 0.
+
+        The mean that will then be expected varies as the logarithm does, with that share of its variance (the preposterior
+        analysis of Raiffa and Schlaifer, Applied Statistical Decision Theory, 1961, section 5.4).
+
+        Args:
+            least: chosen is what is then expected to be above this by so many of the standard deviations that are left.
+            doubts: that number.
+        """
         weights = np.diff(self._up_to, prepend=0.0)
-        return float(np.sum(weights * np.maximum(self._values, 0.0)))
+        expected = self.mean + math.sqrt(share) * (self._values - self.mean)
+        left = math.sqrt((1 - share) * float(np.sum(weights * (self._values - self.mean) ** 2)))
+        return float(np.sum(weights * expected * (expected > least + doubts * left)))
 
     def ratio(self, confidence: float = 0.95) -> tuple[float, float, float]:
         """What the logarithm stands for: expected, with an interval."""
@@ -120,6 +129,13 @@ class Evidence:
         if std not in self._fits:
             self._fits[std] = _least_squares(self._logs, _weights(self._unrest, std))
         return self._fits[std]
+
+    def share_of_rounds(self, a: Key, b: Key, num_rounds: int) -> float:
+        """The share of the variance of `difference` that so many more rounds will tell, as least squares has it."""
+        if not {a, b} <= self._logs.keys():
+            return num_rounds / (num_rounds + 1)
+        scale = self._played(self.std).scale(self._place[a], self._place[b])
+        return num_rounds / (num_rounds + 2 / scale**2) if scale else 0.0
 
     def _spread(self, searched: Mapping[Key, Searched]) -> tuple[float, float]:
         key = frozenset(searched)

@@ -29,6 +29,7 @@ MAX_ROUNDS = 50  # a machine that leaves the gain open after so many is too nois
 WIDE = 0.05  # width of the gain's interval, as a share of the gain, up to which more rounds tell nothing new
 SLOWER = math.log(0.99)  # an answer must not be slower than the baseline by more than this
 RISK = 0.05  # the chance that is accepted for it to be so all the same
+SURE = 1.6449  # standard deviations above that, which leave this chance
 CONFIDENCE = 0.95
 LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLOSE`, below which an entrant is out
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
@@ -183,17 +184,27 @@ class PlayOff:
         base = self._base.config
         return lambda entrant: evidence.difference(entrant.config, base).mean
 
-    def stake(self) -> float:
-        """What knowing more could gain: the expected amount, as a logarithm, by which one of the others is better than the leader.
+    def stake(self, num_rounds: int) -> float:
+        """What so many more rounds could gain: the expected amount, as a logarithm, by which the answer becomes better.
 
-        It is at most the sum over the others.
+        It is at most the sum over those who may take the leader's place. Where the leader is not yet sure enough to be the answer,
+        it is that it becomes so.
         """
         evidence, compared = self.evidence(), self.compared
         if not compared:
             return math.inf
         leader = self.leader(evidence, compared)
-        others = [*compared, *([self._rival] if self._rival else [])]
-        return sum(evidence.difference(o.config, leader.config).upside for o in others if o is not leader)
+
+        def gained(entrant: Entrant, over: Entrant, **told: float) -> float:
+            share = evidence.share_of_rounds(entrant.config, over.config, num_rounds)
+            return evidence.difference(entrant.config, over.config).upside_seen(share, **told)
+
+        stake = sum(gained(entrant, leader) for entrant in compared if entrant is not leader)
+        if (rival := self._rival) is None:
+            return stake
+        if evidence.difference(leader.config, rival.config).chance_below(SLOWER) < RISK:
+            return stake + gained(rival, leader)
+        return stake + gained(leader, rival, least=SLOWER, doubts=SURE)
 
     def timed_s(self, longest_s: float) -> float:
         """Seconds to time a process for, so that the answer becomes as sure as it can for its cost.
