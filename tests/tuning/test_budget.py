@@ -34,6 +34,7 @@ from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.opening import open_search
 from autotune.tuning.search import search
 from autotune.tuning.state import Search
+from tests.benchmarks.play_off import World
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search, measurement
 
 FOUND = inspection()
@@ -452,3 +453,10 @@ def test_a_real_probe_that_hangs_is_ended_from_outside_long_before_its_time_out(
         assert outcome.wall_s < search.settings.timeout_s / 2
         assert outcome.bound is not None and outcome.bound.samples_per_s_high is not None
         assert probed(search, batch_size=12).ok
+
+
+def test_a_search_that_ends_by_itself_ends_long_before_the_longest_that_it_may_take():
+    world = World(noise=0.05, gain=2.0)
+    options = SearchOptions(budget_s=None, memory_limit_bytes=LIMIT_BYTES, storage="sqlite:///:memory:")
+    result = search(None, options, runner=world)
+    assert result.verdict == "faster" and world.clock_s < LONGEST_AUTO_S / 2  # by the closed form's own clock

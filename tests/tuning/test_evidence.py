@@ -50,6 +50,20 @@ def test_the_pairs_of_all_who_play_tell_of_the_noise():
     assert sum(together) > 1.5 * sum(alone)
 
 
+def test_more_rounds_are_worth_more_up_to_what_knowing_all_is_worth():
+    logs = {"a": {0: 0.02, 1: -0.02, 2: 0.03}, "b": {0: 0.0, 1: 0.0, 2: 0.0}}
+    evidence = Evidence(logs, {})
+    behind = evidence.difference("b", "a")
+    shares = [evidence.share_of_rounds("b", "a", num_rounds) for num_rounds in (1, 4, 16)]
+    worth = [behind.upside_seen(share) for share in (0.0, *shares, 1.0)]
+    assert worth == sorted(worth) and worth[0] == max(behind.mean, 0.0) < worth[1]
+
+
+def test_what_only_a_sure_gain_makes_the_answer_is_worth_little_before_it_can_be_sure():
+    ahead = Evidence({"a": {0: 0.3, 1: 0.1}, "b": {0: 0.0, 1: 0.0}}, {}).difference("a", "b")
+    assert ahead.upside_seen(0.1, doubts=1.6449) < ahead.upside_seen(0.9, doubts=1.6449) < ahead.upside_seen(1.0)
+
+
 def test_one_round_tells_of_a_large_gain_only():
     assert Evidence({"a": {0: math.log(3.0)}, "b": {0: 0.0}}, {}).difference("a", "b").chance_below(0.0) < 0.05
     assert Evidence({"a": {0: math.log(1.1)}, "b": {0: 0.0}}, {}).difference("a", "b").chance_below(0.0) > 0.05
