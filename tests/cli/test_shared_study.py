@@ -13,9 +13,9 @@ import pytest
 from autotune.cli import main
 from autotune.study.reading import load_study
 from tests.controllers import ROOT
-from tests.postgres import PASSWORD, Server, database, free_port, server
+from tests.postgres import PASSWORD, Server, free_port, server
 
-__all__ = ["database", "server"]
+__all__ = ["server"]
 
 GPT = ROOT / "studies" / "gpt"
 SEARCH = ["search", str(GPT / "model.py"), "--replay", str(GPT / "cpu.csv"), "--budget", "30s", "--trials", "3"]
@@ -86,9 +86,9 @@ def test_a_wrong_password_or_database_is_told_without_the_password(
         assert "password authentication failed" in told.err and "another-secret" not in told.out + told.err
 
 
-def test_the_password_is_no_part_of_the_processs_title(database: str) -> None:
+def test_the_password_is_no_part_of_the_processs_title(searched: tuple[str, str]) -> None:
     port = free_port()
-    command = [sys.executable, "-m", "autotune", "dashboard", f"{database}?sslpassword=other", "--port", str(port)]
+    command = [sys.executable, "-m", "autotune", "dashboard", f"{searched[0]}?sslpassword=other", "--port", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

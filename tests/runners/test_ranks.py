@@ -117,13 +117,15 @@ def complete(batch_size: int, **choices: Any) -> Config:
 
 
 def ranks() -> list[psutil.Process]:
-    """Those that run now: children of a supervisor, which is this process's own, as those of other tests may be."""
-    return [grandchild for child in psutil.Process().children() for grandchild in child.children()]
+    """Those that run now: children of a supervisor, which is this process's own, as those of other tests and their servers may be."""
+    children = [child for child in psutil.Process().children() if child.name() != "postgres"]
+    return [grandchild for child in children for grandchild in child.children()]
 
 
 def traces() -> set[str]:
-    """What is left outside of processes: shared memory, and ports of this process's descendants."""
-    found = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("played.")}
+    """What is left outside of processes: shared memory but that of other tests' servers, and ports of this process's descendants."""
+    others = ("played.", "PostgreSQL.")
+    found = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(others)}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             found |= {f"port {one.laddr.port}" for one in process.net_connections("inet") if one.status == "LISTEN"}
