@@ -21,13 +21,26 @@ TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "t
 # Accelerate shards on GPUs alone: see tests/gpu/test_integrations.py
 ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "train.py", "--cpu"]
 
+# A thread of gloo destroys what was summed while it holds a lock of its group and waits for the interpreter's. Where the group is destroyed
+# in these milliseconds, torch 2.13 waits for ever, in these examples as in any script whose last step is so short.
+LINGER = """
+import time
+from torch import distributed
+
+def linger(*given, destroy=distributed.destroy_process_group):
+    time.sleep(0.1)
+    destroy(*given)
+
+distributed.destroy_process_group = linger
+"""
+
 
 def run(script: str, edits: dict[str, str], command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """The launched script with its edits, which are few."""
     tuned = replaced(script, edits)
     changed = [line for line in difflib.ndiff(script.splitlines(), tuned.splitlines()) if line.startswith("+ ")]
     assert len(changed) <= MAX_CHANGED
-    (folder / "train.py").write_text(f"{SHORTEN}\n{tuned}")
+    (folder / "train.py").write_text(f"{SHORTEN}\n{LINGER}\n{tuned}")
     known = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, env=known, capture_output=True, text=True, check=False
