@@ -10,6 +10,7 @@ import pytest
 from autotune.errors import AutotuneError
 from autotune.records.config import ALONE, World
 from autotune.techniques import SPREAD, find_techniques
+from autotune.techniques.base import UnsupportedError
 from tests.techniques.test_frameworks import CHOICES
 from tests.test_session_worlds import GLOBAL_BATCH, same, trained
 from tests.worlds import Ranks
@@ -35,7 +36,7 @@ def attempt(world: World, config: Mapping[str, Any]) -> Any:
     """The losses and parameters of three steps, or why they are not taken."""
     try:
         return trained(world, "plain", config)
-    except AutotuneError as error:
+    except (AutotuneError, UnsupportedError) as error:
         return str(error)
 
 
