@@ -12,34 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autotune.records.recheck import Recheck
 from autotune.report.figures import times
+from tests.benchmarks.live import Case, ask
 from tests.benchmarks.searches import write
 
-ROOT = Path(__file__).parent.parent.parent
 BUDGET = "45s"
 CHECKED_STEPS = 3  # of each process that sees a gain again
 WRONG = 0.99  # of the baseline's speed, below which an answer that was told as faster is wrong
 
 HOW = f"A search of {BUDGET} on one thread; then the answer and the baseline twice each in turns, in fresh processes."
-
-
-@dataclass(frozen=True)
-class Case:
-    """A task whose optimizer step takes seconds."""
-
-    name: str
-    model: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: Sequence[str] = ()
 
 
 def _unseen(name: str, global_batch: int) -> Case:
@@ -100,34 +88,18 @@ class Found:
         return self.verdict == "faster" and self.seen is not None and self.seen < WRONG
 
 
-def ask(case: Case, log: Path, *arguments: str) -> dict[str, object]:
-    """What a command prints as JSON; what it tells beside goes to a log."""
-    with log.open("a") as told:
-        done = subprocess.run(
-            [sys.executable, "-m", "autotune", *arguments, "--json"],
-            env={**os.environ, **case.environment, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=told,
-            text=True,
-            check=False,
-        )
-    if not done.stdout:
-        raise SystemExit(f"{case.name}: {log.read_text()[-2000:]}")
-    return dict(json.loads(done.stdout))
-
-
 def decide(case: Case, folder: Path, *, is_checked: bool) -> Found:
     """Search; then see a gain again."""
-    study, log, model = folder / f"{case.name}.db", folder / f"{case.name}.log", str(ROOT / case.model)
-    options = ("--device", "cpu", "--budget", BUDGET, "--storage", str(study), "--no-priors", *case.arguments)
-    answer: dict[str, object] = ask(case, log, "search", model, *options)
+    study, log = folder / f"{case.name}.db", folder / f"{case.name}.log"
+    options = ("--device", "cpu", "--budget", BUDGET, "--storage", str(study), "--no-priors")
+    answer = ask(case, "search", *options, log=log)
     (folder / f"{case.name}.json").write_text(json.dumps(answer, indent=1))
     baseline: Mapping[str, float] = answer.get("baseline") or {}  # type: ignore[assignment]
     speedup, interval = answer.get("speedup"), answer.get("speedup_ci")
     seen = None
     if is_checked and answer["verdict"] == "faster":
         steps = ("--steps", str(CHECKED_STEPS), "--max-regression", "90%")
-        found = ask(case, log, "verify", model, "--against", str(study), *steps, *case.arguments)
+        found = ask(case, "verify", "--against", str(study), *steps, log=log)
         if "recheck" in found:
             seen = Recheck.from_dict(found["recheck"]).speedup  # type: ignore[arg-type]
     return Found(

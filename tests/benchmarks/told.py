@@ -10,22 +10,19 @@ The tasks of `unseen` and the variants set no constant of the package.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
 from autotune.records.recheck import Recheck
 from autotune.report.figures import times
+from tests.benchmarks.live import Case, ask
 from tests.benchmarks.searches import write
 
-ROOT = Path(__file__).parent.parent.parent
 BUDGET = "60s"
 CHECKED = 4  # `verify --against` of each answer: four processes each
 RUN_S = 8.0  # that each process is to train for
@@ -35,15 +32,6 @@ HOW = f"""\
 A search of {BUDGET} on one thread, then the answer and the baseline {2 * CHECKED} times each in turns, in fresh processes of about \
 {RUN_S:.0f} s. Told: the speed-up and its 95 % interval, as the search printed them. Seen: the geometric mean of the later runs. \
 An answer that is not told as faster is no promise: it counts for the intervals and the bias, and not for what was told too high."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A task at a size."""
-
-    name: str
-    model: str
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 CASES = (
@@ -80,31 +68,17 @@ class Told:
         return self.low <= self.gain <= self.high
 
 
-def ask(case: Case, *arguments: str) -> dict[str, object]:
-    """What a command prints as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune", *arguments, "--json"],
-        env={**os.environ, **case.environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if not done.stdout:
-        raise SystemExit(f"{case.name}: {done.stderr}")
-    return dict(json.loads(done.stdout))
-
-
 def tell_and_see(case: Case, folder: Path) -> Told | str:
     """Search, then run the answer and the baseline again; the reason where there is no gain to see again."""
-    study, model = folder / f"{case.name}.db", str(ROOT / case.model)
-    answer = ask(case, "search", model, "--device", "cpu", "--budget", BUDGET, "--storage", str(study), "--quiet")
+    study = folder / f"{case.name}.db"
+    answer = ask(case, "search", "--device", "cpu", "--budget", BUDGET, "--storage", str(study), "--quiet")
     if not answer.get("speedup_ci"):
         return str(answer.get("error") or answer["verdict"])
     global_batch = answer["config"]["batch_size"] * answer["config"]["accumulation_steps"]  # type: ignore[index]
     steps = max(10, round(RUN_S * float(answer["samples_per_s"]) / global_batch))  # type: ignore[arg-type]
     seen = []
     for _ in range(CHECKED):
-        found = ask(case, "verify", model, "--against", str(study), "--steps", str(steps), "--max-regression", "90%")
+        found = ask(case, "verify", "--against", str(study), "--steps", str(steps), "--max-regression", "90%")
         if "recheck" in found:
             seen.append(Recheck.from_dict(found["recheck"]).speedup)  # type: ignore[arg-type]
     if not seen:
@@ -117,7 +91,7 @@ def tell_and_see(case: Case, folder: Path) -> Told | str:
         low=low,
         high=high,
         seen=tuple(seen),
-    )  # type: ignore[arg-type]
+    )
 
 
 def table(found: Sequence[Told], without: Mapping[str, str]) -> Iterator[str]:
