@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -135,7 +136,7 @@ class PriorStore:
         except StudyError as error:  # a later version wrote it, which may be in use beside this one
             self._tell(str(error))
         except Exception as error:  # whatever Optuna makes of a file that is no journal
-            aside = file.with_suffix(".aside")
+            aside = _free_name(file.with_suffix(".aside"))
             self._tell(
                 f"what earlier searches taught cannot be read ({in_one_line(error)}): {file} is set aside as {aside.name}, and later "
                 "searches begin anew"
@@ -143,6 +144,12 @@ class PriorStore:
             with contextlib.suppress(OSError):
                 os.replace(file, aside)
         return []
+
+
+def _free_name(file: Path) -> Path:
+    """The name, or the first of those that count on from it which no file has: what was set aside before is kept."""
+    others = (file.with_stem(f"{file.stem}.{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([file], others) if not one.exists())
 
 
 def _open(file: Path) -> JournalStorage:

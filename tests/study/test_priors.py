@@ -99,6 +99,17 @@ def test_another_programs_journal_is_set_aside(tmp_path: Path) -> None:
     assert "holds nothing that a search has left" in told[0]
 
 
+def test_a_second_file_that_is_set_aside_leaves_the_first(tmp_path: Path) -> None:
+    store = PriorStore(tmp_path)
+    for content in (b"one", b"another"):
+        store.keep(left())
+        (file,) = store.files
+        file.write_bytes(content + b" line\n")
+        assert store.studies() == []
+    set_aside = sorted(tmp_path.rglob("*.aside"))
+    assert [one.read_bytes() for one in set_aside] == [b"another line\n", b"one line\n"]
+
+
 def test_a_last_line_that_was_cut_short_costs_nothing_else(tmp_path: Path) -> None:
     store = PriorStore(tmp_path)
     store.keep(left())
