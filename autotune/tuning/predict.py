@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -44,7 +43,7 @@ def predict_fit(
     """
     question = Question(
         space,
-        MemoryModel(traces, inspection.outside_bytes, space, communicators=inspection.communicators).estimate,
+        MemoryModel(traces, inspection.outside_bytes, space, communicators=inspection.communicators).estimates,
         outside_bytes=inspection.outside_bytes,
         communicators=inspection.communicators,
         limit_bytes=memory_limit_bytes,
@@ -108,7 +107,7 @@ class Question:
     """How much of a memory configs would take.
 
     Args:
-        estimate: the peak of a config; None where nothing is known.
+        estimates: the peaks of configs; None where nothing is known.
         outside_bytes: what a process holds on the device before the model is built.
         communicators: what it holds beside that in a world.
         limit_bytes, usable_bytes: the most that the upper bound of a peak, and the peak itself, may be.
@@ -116,7 +115,7 @@ class Question:
     """
 
     space: Space
-    estimate: Callable[[Config], MemoryEstimate | None]
+    estimates: Callable[[Sequence[Config]], Sequence[MemoryEstimate | None]]
     outside_bytes: int
     communicators: Communicators
     limit_bytes: int
@@ -125,7 +124,13 @@ class Question:
 
     def peak(self, config: Config) -> PredictedPeak | None:
         """The peak of a config; None where it was not traced."""
-        estimate = self.estimate(config)
+        return self.peaks([config])[0]
+
+    def peaks(self, configs: Sequence[Config]) -> list[PredictedPeak | None]:
+        """The peak of each config."""
+        return [self._peak_of(*pair) for pair in zip(configs, self.estimates(configs), strict=True)]
+
+    def _peak_of(self, config: Config, estimate: MemoryEstimate | None) -> PredictedPeak | None:
         if estimate is None or (breakdown := estimate.breakdown) is None:
             return None
         number = self.space.techniques.num_communicators(config, self.space.world)
@@ -148,7 +153,7 @@ class Question:
 
     def groups(self) -> list[GroupPrediction]:
         """Every combination that was traced; those of the same memory once, as the one with the fewest techniques."""
-        found = [group for choices in self._combinations() if (group := self._largest(choices)) is not None]
+        found = self._largest(list(self._combinations()))
         groups = {}
         by_effort = sorted(found, key=lambda group: len(group.switched_on))
         while by_effort:
@@ -172,23 +177,37 @@ class Question:
         for values in itertools.product(*searched.values()):
             yield dict(zip(searched, values, strict=True))
 
-    def _largest(self, choices: Mapping[str, Choice]) -> GroupPrediction | None:
-        """The prediction for a combination: at the largest batch size that fits, or at the smallest there is."""
+    def _largest(self, combinations: Sequence[Mapping[str, Choice]]) -> list[GroupPrediction]:
+        """The predictions for the combinations that were traced: at the largest batch size that fits, or at the smallest there is.
+
+        The sizes of all combinations are halved together, since a model tells thousands of peaks at once far sooner than one by one.
+        """
         if self.space.global_batch is not None:
             sizes: Sequence[int] = [int(size) for size in self.space.choices["batch_size"]]
         else:
             sizes = range(1, (self.dataset_size or LARGEST_BATCH) + 1)
 
-        def peak_at(batch_size: int) -> PredictedPeak | None:
-            return self.peak(self.space.complete({**choices, "batch_size": batch_size}))
+        def peaks_at(places: Mapping[int, int]) -> dict[int, PredictedPeak | None]:
+            """The peaks of combinations, each with a place in `sizes`, by the combination's number."""
+            configs = [
+                self.space.complete({**combinations[number], "batch_size": sizes[place]})
+                for number, place in places.items()
+            ]
+            return dict(zip(places, self.peaks(configs), strict=True))
 
-        def is_too_large(batch_size: int) -> bool:
-            return not self.fits(peak_at(batch_size))
+        smallest = peaks_at(dict.fromkeys(range(len(combinations)), 0))
+        bounds = {number: (0, len(sizes)) for number, peak in smallest.items() if peak is not None}
+        while middles := {number: (low + high) // 2 for number, (low, high) in bounds.items() if low < high}:
+            for number, peak in peaks_at(middles).items():
+                (low, high), middle = bounds[number], middles[number]
+                bounds[number] = (middle + 1, high) if self.fits(peak) else (low, middle)
+        num_fitting = {number: low for number, (low, _) in bounds.items()}
+        found = peaks_at({number: max(0, num - 1) for number, num in num_fitting.items()})
+        return [
+            self._group(peak, num_fitting[number], len(sizes)) for number, peak in found.items() if peak is not None
+        ]
 
-        num_fitting = bisect_left(sizes, True, key=is_too_large)
-        peak = peak_at(sizes[max(0, num_fitting - 1)])
-        if peak is None:
-            return None
+    def _group(self, peak: PredictedPeak, num_fitting: int, num_sizes: int) -> GroupPrediction:
         shaping = {name: choice for name, choice in peak.config.items() if self.shapes_memory(name)}
         return GroupPrediction(
             switched_on={
@@ -197,7 +216,7 @@ class Question:
             same_memory=(),
             peak=peak,
             fits=num_fitting > 0,
-            bounded=0 < num_fitting == len(sizes),
+            bounded=0 < num_fitting == num_sizes,
         )
 
 

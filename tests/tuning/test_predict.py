@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +53,10 @@ class Known:
         self._sample_bytes = sample_bytes
         self._tell = tell
 
-    def estimate(self, config: Config) -> MemoryEstimate | None:
+    def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
+        return [self._estimate(config) for config in configs]
+
+    def _estimate(self, config: Config) -> MemoryEstimate | None:
         if not self._tell(config):
             return None
         activations = config.batch_size * self._sample_bytes // (1 if config["amp"] == "off" else 2)
@@ -72,7 +75,7 @@ def question(known: Known, usable_bytes: int = 10 * GIB, **options: Any) -> Ques
     space = SmallSpace(options.pop("global_batch", 48))
     return Question(
         space,
-        known.estimate,
+        known.estimates,
         outside_bytes=OUTSIDE,
         communicators=Communicators(),
         limit_bytes=options.pop("limit_bytes", 2 * usable_bytes),
