@@ -426,9 +426,10 @@ def predict(
 
         waiting = [on_first] if only is None else []
 
-        def watch(traces: Traces) -> None:
+        def watch(traces: Traces) -> bool:
             if traces.knows_plain and waiting:
                 waiting.pop()(predicted(traces))
+            return bool(waiting)
 
         tracing.advance(tracing.max_s, watch)
     late = dict.fromkeys(tracing.missing, f"not traced within {format_seconds(asked.timeout_s)}")

@@ -79,7 +79,7 @@ def _rebuild(kind: Any, data: Mapping[str, Any]) -> Any:
 
 
 def _num_known(kind: Any, data: Any) -> int:
-    return sum(name in data for name in get_type_hints(kind)) if is_dataclass(kind) else 0
+    return sum(name in data for name in _hints_of(kind)) if is_dataclass(kind) else 0
 
 
 def require_readable(what: str, found: int, newest: int) -> None:

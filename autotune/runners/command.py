@@ -217,7 +217,7 @@ class CommandRunner(LocalRunner):
         """Each number of devices has one of its own."""
         return self._study
 
-    def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], None] | None) -> jobs.R | Outcome:
+    def _run(self, job: jobs.Job[jobs.R], watch: Callable[[jobs.R], bool] | None) -> jobs.R | Outcome:
         """As any runner. An inspection runs a few steps of the baseline's command: whether it trains, in how many processes, and how
         fast. What the script keeps to itself is said at once.
 

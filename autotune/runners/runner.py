@@ -224,11 +224,11 @@ class Runner(ABC):
         """Another runner of the task, to be entered, whose tracing disturbs no probe; None where it would."""
         return None
 
-    def run(self, job: Job[R], watch: Callable[[R], None] | None = None) -> R:
+    def run(self, job: Job[R], watch: Callable[[R], bool] | None = None) -> R:
         """Run one job to its end, while nothing else is in flight.
 
         Args:
-            watch: is told now and then what is found so far.
+            watch: is told now and then what is found so far, as long as it returns true.
 
         Raises:
             JobFailed: it failed, and how is no result of such a job (of a probe it is).
@@ -259,7 +259,7 @@ class Runner(ABC):
         known: Traces | None = None,
         world: World = ALONE,
         slice_s: float = math.inf,
-        watch: Callable[[Traces], None] | None = None,
+        watch: Callable[[Traces], bool] | None = None,
     ) -> Traces:
         """Find the memory that configs need without running them; each group of techniques is traced once. Never raises.
 
@@ -269,7 +269,7 @@ class Runner(ABC):
             known: traces that are there already and are not traced again.
             world: the processes that train a config together. They need not be there.
             slice_s: no group is begun after that, but for the first one.
-            watch: is told now and then what is known so far.
+            watch: is told now and then what is known so far, as long as it returns true.
 
         Returns:
             `known` and what was found, in `failures` what cannot be traced. What is left when the time is up is in
@@ -296,12 +296,12 @@ class Runner(ABC):
             return traces
         return traces.merged(Traces(target=target, failures=dict.fromkeys(left.labels(), why)))
 
-    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+    def _run(self, job: Job[R], watch: Callable[[R], bool] | None) -> R | Outcome:
         ticket = self.submit(job)
         try:
             while (finished := self.collect(None if watch is None else WATCH_S)) is None and watch is not None:
-                if (found := self.found(ticket)) is not None:
-                    watch(found)
+                if (found := self.found(ticket)) is not None and not watch(found):
+                    watch = None
         except KeyboardInterrupt:
             self.cancel(ticket)
             with contextlib.suppress(ProbeFault):
@@ -313,8 +313,8 @@ class Runner(ABC):
         return result
 
 
-def _tell(watch: Callable[[Traces], None], known: Traces, found: Traces) -> None:
-    watch(known.merged(found))
+def _tell(watch: Callable[[Traces], bool], known: Traces, found: Traces) -> bool:
+    return watch(known.merged(found))
 
 
 class InstantRunner(Runner):

@@ -214,7 +214,7 @@ class SeveralSlots(Runner):
         self._lost[name] = f"the slot {name} is taken out: {why}; the search goes on with {left}"
         return SlotLost(self._lost[name], name, tickets)
 
-    def _run(self, job: Job[R], watch: Callable[[R], None] | None) -> R | Outcome:
+    def _run(self, job: Job[R], watch: Callable[[R], bool] | None) -> R | Outcome:
         while True:
             try:
                 return super()._run(job, watch)

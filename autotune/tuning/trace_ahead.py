@@ -79,11 +79,11 @@ class Tracing:
         """What of some configs is not traced yet."""
         return plan_traces(configs, self._runner.techniques, self._world).without(self.traces)
 
-    def advance(self, slice_s: float = SLICE_S, watch: Callable[[Traces], None] | None = None) -> None:
+    def advance(self, slice_s: float = SLICE_S, watch: Callable[[Traces], bool] | None = None) -> None:
         """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing.
 
         Args:
-            watch: called now and then with what is known so far.
+            watch: called now and then with what is known so far, as long as it returns true.
         """
         ends_s = self.wall_s + slice_s
         while True:
@@ -92,7 +92,7 @@ class Tracing:
             if not confirms or self._to_confirm or self._is_complete or self.wall_s >= min(ends_s, self.max_s):
                 return
 
-    def _trace(self, slice_s: float, watch: Callable[[Traces], None] | None) -> None:
+    def _trace(self, slice_s: float, watch: Callable[[Traces], bool] | None) -> None:
         """Trace what is wanted next: what confirms the kept traces, or what is missing."""
         started_s = self._runner.now_s()
         left_s = max(0.0, self.max_s - self.wall_s)
