@@ -30,7 +30,10 @@ from autotune.units import GIB, plural
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
-SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
+SLICE_ABOVE_S = (
+    0.3  # an optimizer step longer than this is timed by its parts, and what has settled of its warm-up counts
+)
+SPLIT_ABOVE_S = 0.3  # a micro step longer than this is split by phase while it is timed: to wait for the device in between costs nothing
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 PREPARED_BYTES = GIB  # at most so much host memory for them all, unless a single one takes more
@@ -63,6 +66,7 @@ class Run:
     report: Callable[[Progress], None]  # is told how far the run has come, since the process may be killed at any time
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
+    _settled_micro_s: list[float] = field(default_factory=list)  # of warm-up micro steps after the run had settled
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
@@ -91,13 +95,14 @@ class Run:
         self.warm_up()
         warmup_s = self.reporter.train_s
         self.reporter.enter("timing")
-        timed_s, phases = 0.0, {}
+        timed_s, phases = 0.0, dict[str, float]()
         # a world synchronizes once a step, but warm-up steps of one micro batch do each time, so they look too slow if it accumulates
         may_cut = self.session.world.size == 1 or self.session.config.accumulation_steps == 1
         if not (cut_short := may_cut and self._timing.cut_short(self._whole_steps_s())):
-            self._time()
+            phases = self._time()
             timed_s = self.reporter.train_s - warmup_s
-            phases = self._phases() if self.settings.phases else {}
+            if self.settings.phases and not phases:
+                phases = self._phases()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
             setup_s=setup_s,
@@ -152,7 +157,8 @@ class Run:
         cycle_started_s = self.reporter.train_s
         if missing > 0:
             while missing > 0 and self.reporter.train_s - cycle_started_s < MAX_CYCLE_S:
-                self._clock(lambda: self._accumulate_part(self._take(1)), 1)
+                micro_s = self._clock(lambda: self._accumulate_part(self._take(1)), 1)
+                self._settled_micro_s.append(micro_s)
                 missing -= 1
             self._clock(self._update)
         return self._compile_s
@@ -217,36 +223,61 @@ class Run:
             return 0
         return max(0, round(math.log2(scaler._init_scale / scaler.get_scale())))
 
-    def _time(self) -> None:
-        """Time blocks until there are enough."""
+    def _time(self) -> dict[str, float]:
+        """Time one block, and more until there are enough.
+
+        Returns:
+            Seconds of one optimizer step by phase, where the first block was split so; else nothing.
+        """
         config, blocks = self.session.config, self._timing.blocks
         typical = self._typical()
         step_s = self._whole_s(typical)
         exact = self.settings.num_steps
         num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
-        sliced = (
-            not exact
-            and self.session.world.size == 1
-            and step_s > SLICE_ABOVE_S
-            and num_micro < config.accumulation_steps
-        )
+        by_parts = not exact and self.session.world.size == 1 and step_s > SLICE_ABOVE_S
+        sliced = by_parts and num_micro < config.accumulation_steps
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
+        split = by_parts and self.settings.phases and typical.micro_s > SPLIT_ABOVE_S
+        phases: dict[str, float] = {}
+        if by_parts and num_micro == 1:
+            self._count_settled(typical.update_s)
         self._observers.start()
-        done = 0
-        while not self._timing.is_done(done, self._spent_s):
-            if sliced:
+        done = num_whole = 0
+        while not done or not self._timing.is_done(num_whole, self._spent_s):
+            if split and not phases:
+                phases = self._phases()
+                step_s = sum(phases.values())
+                update_s = phases.get("optimizer", 0.0)
+                blocks.add(self._samples / step_s, (step_s - update_s) / config.accumulation_steps + update_s)
+            elif sliced:
                 slice_s = self._clock(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
                 update_s = self._clock(self._update)
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
                 blocks.add(self._samples / full_s, slice_s + update_s)
             else:
-                count = min(steps_per_block, exact - done) if exact else steps_per_block
+                count = min(steps_per_block, exact - num_whole) if exact else steps_per_block
                 block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
                 blocks.add(count * self._samples / block_s, block_s)
-                done += count
+                num_whole += count
+            done += 1
             self._require_finite_loss(self.num_steps)
             self._observers.sample(self.num_steps)
         self._observers.end()
+        return phases
+
+    def _count_settled(self, update_s: float) -> None:
+        """Make blocks of the warm-up's last step, with which the run had settled, and of the micro steps after it.
+
+        Where something is to be watched for some seconds, nothing of the warm-up counts: observers come after it.
+
+        Args:
+            update_s: of a typical update; those micro steps have one together.
+        """
+        if self.settings.min_timed_s:
+            return
+        last = self.warm_steps[-1]
+        for step in (last, *(WarmStep(micro_s, update_s) for micro_s in self._settled_micro_s)):
+            self._timing.blocks.add(self._samples / self._whole_s(step), step.micro_s + step.update_s)
 
     @property
     def _spent_s(self) -> float:
@@ -258,19 +289,26 @@ class Run:
         return round(self._together.largest(self.device.peak_bytes()))
 
     def _phases(self) -> dict[str, float]:
-        """Seconds of one optimizer step by phase, synchronized between phases. They explain the speed and do not enter the throughput."""
+        """Seconds of one optimizer step by phase, from a micro step and an update with synchronization between phases."""
         accumulation_steps = self.session.config.accumulation_steps
-        batch: list[Any] = []
+        taken: list[StepBatch] = []
         loss: list[torch.Tensor] = []
-        data_s = self._clock(lambda: batch.extend(self._take(1)))
+        data_s = self._seconds(lambda: taken.append(self._take(1)))
+        batch = taken[0]
         if self.session.task.takes_whole_steps:
-            step_s = self._clock(lambda: self._accumulate(batch[0]))
+            step_s = self._seconds(lambda: self._accumulate(batch))
+            self.reporter.trained(data_s + step_s, 1, is_first_step=False)
             self._update()
             return {"data": data_s, "train_step": step_s}
-        forward_s = self._clock(lambda: loss.append(self.session.loss(batch[0])))
+        forward_s = self._seconds(lambda: loss.append(self.session.loss(batch[0])))
         scaler = self.session.scaler
-        scaled = loss.pop() if scaler is None else scaler.scale(loss.pop())
-        backward_s = self._clock(scaled.backward)
+        scaled = loss[0] if scaler is None else scaler.scale(loss[0])
+        backward_s = self._seconds(scaled.backward)
+        self.reporter.trained(data_s + forward_s + backward_s, 1, is_first_step=False)
+        if not self._counts(batch):
+            self._clear_gradients()
+        elif self.session.world.size == 1:
+            self._note(loss[0].detach())
         micro_s = {"data": data_s, "forward": forward_s, "backward": backward_s}
         phases = {name: seconds * accumulation_steps for name, seconds in micro_s.items()} | {
             "optimizer": self._clock(self._update)
@@ -303,7 +341,11 @@ class Run:
         return StepBatch(next(self._micro_batches) for _ in range(count))
 
     def _accumulate(self, batch: StepBatch) -> None:
-        self._loss = self.session.accumulate(batch)
+        self._note(self.session.accumulate(batch))
+
+    def _note(self, loss: torch.Tensor) -> None:
+        """Take note of the loss of what was trained on."""
+        self._loss = loss
         if self.session.own_loss is not None:
             self._own_finite &= torch.isfinite(self.session.own_loss) | ~self._finite
         self._finite &= torch.isfinite(self._loss)
@@ -314,11 +356,18 @@ class Run:
         If none of them has a label that counts, their loss is NaN, the mean over nothing. A whole step would leave such micro
         batches out, so here they take time and memory but add no loss or gradient.
         """
-        is_whole, weight = self.session.config.accumulation_steps == 1, self.session.task.weight
-        if is_whole or self._together.largest(any(map(weight, batch, batch.sizes))):  # in any process
+        if self._counts(batch):
             self._accumulate(batch)
             return
         self.session.accumulate(batch)
+        self._clear_gradients()
+
+    def _counts(self, batch: StepBatch) -> bool:
+        """Whether some micro batches of a step, or of another process's part of them, have a label that counts. A whole step does."""
+        is_whole, weight = self.session.config.accumulation_steps == 1, self.session.task.weight
+        return is_whole or bool(self._together.largest(any(map(weight, batch, batch.sizes))))
+
+    def _clear_gradients(self) -> None:
         for parameter in self.session.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -329,12 +378,16 @@ class Run:
 
     def _clock(self, work: Callable[[], object], num_micro_steps: int = 0) -> float:
         """Seconds that `work`, a number of micro steps, takes on the device. They count as time inside training steps."""
+        elapsed = self._seconds(work)
+        self.reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
+        return elapsed
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Seconds that `work` takes on the device, in the process that takes the longest."""
         started = time.perf_counter()
         work()
         self.device.synchronize()
-        elapsed = self._together.largest(time.perf_counter() - started)
-        self.reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
-        return elapsed
+        return self._together.largest(time.perf_counter() - started)
 
     def _require_finite_loss(self, num_steps: int) -> None:
         if bool(self._finite):

@@ -222,7 +222,7 @@ class ProbeSettings(Record):
             are its measurement.
         front: peak bytes and samples/s of configs measured before. Timing stops when the interval says that one of them is
             faster in no more memory, and does not begin where even the fastest warm-up step is far slower than one.
-        phases: whether the time of a step is split by phase at the end, which takes one more step.
+        phases: whether the time of a step is split by phase. A short step is taken once more for that.
         num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
         seed: seed of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed after so long.
