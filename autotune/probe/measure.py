@@ -37,6 +37,7 @@ SPLIT_ABOVE_S = 0.3  # a micro step longer than this is split by phase while it 
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 PREPARED_BYTES = GIB  # at most so much host memory for them all, unless a single one takes more
+PREPARED_S = 0.5  # at most so long for making them all, unless a single one takes longer
 
 
 class NonFiniteError(Exception):
@@ -136,11 +137,13 @@ class Run:
         The first step takes the largest batch, twice if the config accumulates: accumulation peaks when one micro batch's
         activations lie beside the gradients of the earlier ones. The other steps take one micro batch. If batches
         differ, the largest comes once more, now beside the optimizer's state; its time does not count as typical.
+        Where the peak is known, all steps take one micro batch, and there is no cycle.
         """
         self.reporter.enter("warmup")
+        is_peak_known = self.settings.known_peak_bytes > 0
         accumulation_steps = self.session.config.accumulation_steps
-        largest = self.session.task.batch(self.session.config.batch_size)  # by make_batch, or of the widest samples
-        first = StepBatch([(largest, self.session.config.batch_size)] * min(2, accumulation_steps))
+        first = self._take(1) if is_peak_known else self._largest_batches(min(2, accumulation_steps))
+        self._num_first = len(first)
         compiling_s = self._warm_step(first)
         self._first_graphs = num_graphs()
         while True:
@@ -150,6 +153,8 @@ class Run:
             )
             if self._scaler_settled() and warm and not self.warm_steps[-1].compiled:
                 break
+        if is_peak_known:
+            return self._compile_s
         if self.session.task.dataset() is not None:
             self._clock(partial(self._accumulate_part, first), len(first))
             self._clock(self._update)
@@ -162,6 +167,12 @@ class Run:
                 missing -= 1
             self._clock(self._update)
         return self._compile_s
+
+    def _largest_batches(self, count: int) -> StepBatch:
+        """The largest micro batch, some times: of the widest samples; one like all others where batches are made."""
+        task, size = self.session.task, self.session.config.batch_size
+        largest = self._take(1)[0] if task.dataset() is None else task.batch(size)
+        return StepBatch([(largest, size)] * count)
 
     def _warm_step(self, batch: StepBatch) -> float:
         """Take a step. Returns its seconds if something was compiled in it, else 0."""
@@ -197,7 +208,7 @@ class Run:
     def _compile_s(self) -> float:
         """Seconds that the first step, and each step that compiled, took beyond a typical step of as many micro batches."""
         typical = self._typical()
-        num_micro = [min(2, self.session.config.accumulation_steps)] + [1] * (len(self.warm_steps) - 1)
+        num_micro = [self._num_first] + [1] * (len(self.warm_steps) - 1)
         beyond_s = (
             num * (step.micro_s - typical.micro_s) + step.update_s - typical.update_s
             for num, step in zip(num_micro, self.warm_steps, strict=True)
@@ -285,8 +296,8 @@ class Run:
         return self._together.largest(time.perf_counter() - self._began_s)
 
     def _peak_bytes(self) -> int:
-        """The peak of the process that needs the most."""
-        return round(self._together.largest(self.device.peak_bytes()))
+        """The peak of the process that needs the most, here or as it is known."""
+        return round(max(self._together.largest(self.device.peak_bytes()), self.settings.known_peak_bytes))
 
     def _phases(self) -> dict[str, float]:
         """Seconds of one optimizer step by phase, from a micro step and an update with synchronization between phases."""
@@ -479,11 +490,17 @@ def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
 
 
 def _prepare_batches(session: Session) -> list[tuple[Any, int]]:
-    """Some micro batches, fewer where they are large. For a GPU they lie in page-locked memory, as from a data loader that keeps up."""
+    """Some micro batches, fewer where they are large or take long to make.
+
+    For a GPU they lie in page-locked memory, as from a data loader that keeps up.
+    """
     batches = session.loader.micro_batches()
+    started_s = time.perf_counter()
     first = next(batches)
+    first_s = time.perf_counter() - started_s
     first_bytes = sum(map(num_bytes, tensors(first[0])))
-    number = max(1, min(NUM_PREPARED, PREPARED_BYTES // max(1, first_bytes)))
+    fitting, in_time = PREPARED_BYTES // max(1, first_bytes), int(min(NUM_PREPARED, PREPARED_S / max(1e-9, first_s)))
+    number = max(1, min(NUM_PREPARED, fitting, in_time))
     prepared = [first, *itertools.islice(batches, number - 1)]
     if capabilities_of(session.device.type).page_locked:
         with contextlib.suppress(RuntimeError):  # the host allows no more page-locked memory

@@ -223,6 +223,8 @@ class ProbeSettings(Record):
         front: peak bytes and samples/s of configs measured before. Timing stops when the interval says that one of them is
             faster in no more memory, and does not begin where even the fastest warm-up step is far slower than one.
         phases: whether the time of a step is split by phase. A short step is taken once more for that.
+        known_peak_bytes: what an earlier process of the config held at its peak. The largest batches are then not trained again,
+            and the peak is at least that; 0 where it is not known.
         num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
         seed: seed of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed after so long.
@@ -237,6 +239,7 @@ class ProbeSettings(Record):
     slowest_samples_per_s: float = 0.0
     front: tuple[tuple[float, float], ...] = ()
     phases: bool = True
+    known_peak_bytes: int = 0
     num_steps: int = 0
     seed: int = 0
     timeout_s: float = 60.0

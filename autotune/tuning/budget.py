@@ -128,6 +128,12 @@ class Budget:
         return self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
 
     @property
+    def _unknown_checks_s(self) -> float:
+        """Seconds that comparing may take beyond those kept for it, as long as it is not known how long it takes."""
+        is_known = self.check_s or not self.keeps_checks
+        return 0.0 if is_known else CHECK_SHARE * self.budget_s - self._kept_for_checks_s
+
+    @property
     def first_timeout_s(self) -> float:
         """The time-out of a probe before anything is known."""
         return self.probe_timeout_s or max(MIN_TIMEOUT_S, FIRST_TIMEOUT_SHARE * self.budget_s)
@@ -183,7 +189,8 @@ class Budget:
 
         Nothing is kept for a play-off as long as the baseline alone could take part in it, except for one device beside it. Otherwise
         time is kept for the wanted rounds, up to a share, and at least for one round with a config found last: one that has no time
-        left to play was found in vain.
+        left to play was found in vain. Where processes take long, it is kept for as many rounds of the best so far as a verdict
+        takes, and another probe is taken to need no less time than the best did.
         """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
@@ -194,10 +201,21 @@ class Budget:
             case 1 if history.space.baseline in history.feasible:
                 leave_s = guest_s
             case _:
+                if (lead_s := self._lead_s(history)) is not None:
+                    expected_s = max(expected_s, lead_s[0])
                 rounds_s = min(WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s, MAX_SHARE * shared_s)
+                rounds_s = max(rounds_s, FEWEST_ROUNDS * sum(lead_s or ()) + self._unknown_checks_s)
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
                 leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s + guest_s
         return self.free_s - expected_s - leave_s
+
+    @staticmethod
+    def _lead_s(history: History) -> tuple[float, float] | None:
+        """Seconds that the best and the baseline took, where these are two that ran; else None."""
+        best, baseline = history.best, history.baseline
+        if best is None or baseline is None or not baseline.ok or best[0] == history.space.baseline:
+            return None
+        return best[1].running_s, baseline.running_s
 
     def is_worth(self, gain: float, cost_s: float, history: History) -> bool:
         """Whether so much more search pays: what it is expected to gain, over the training that is ahead, is more than its time.

@@ -133,7 +133,7 @@ def _open_play_off(search: Search) -> PlayOff:
         return search.play_off.timed_s(settings.max_timed_s)
 
     def run(config: Config, number: int) -> Outcome | None:
-        timed = settings.replace(max_timed_s=timed_s())
+        timed = settings.replace(max_timed_s=timed_s(), known_peak_bytes=_known_peak_bytes(history, config))
         trial = None  # after a fault it is run again
         while trial is None and search.store.holds_play_off and not search.interrupted() and search.left_s > 0:
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
@@ -157,6 +157,14 @@ def _open_play_off(search: Search) -> PlayOff:
         baseline_may_win=history.space.answers(baseline),
         guest=invite_one_device(search, settings, timed_s),
     )
+
+
+def _known_peak_bytes(history: History, config: Config) -> int:
+    """The peak of a config's process in the search; 0 where that leaves open whether another one fits, too."""
+    probe = history.known[config]
+    if probe.measurement is None or not _fits_within(SURE_TO_FIT, probe, history.objective):
+        return 0
+    return probe.measurement.peak_bytes
 
 
 def _entrant(search: Search, config: Config, searched: Searched | None) -> Entrant:

@@ -200,6 +200,37 @@ def test_the_widest_batch_is_trained_beside_the_optimizers_state(accumulation_st
     assert measured.num_steps == run.num_steps
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_where_the_peak_is_known_the_largest_batch_is_not_trained_again(monkeypatch, accumulation_steps):
+    monkeypatch.setattr(Run, "_largest_batches", lambda run, count: pytest.fail("it is"))
+    samples = [torch.ones(6) for _ in range(16)]
+    task = task_of(
+        make_batch=None, train_dataset=lambda: samples, training_step=lambda model, batch: model(batch).mean()
+    )
+    run = run_of(task, {"batch_size": 1, "accumulation_steps": accumulation_steps}, known_peak_bytes=2**50)
+    assert run.measure(0.0).peak_bytes == 2**50
+
+
+@pytest.mark.parametrize(("seconds", "prepared"), [(0.0, 4), (0.1, 4), (0.2, 2), (0.4, 1), (3.0, 1)])
+def test_batches_that_take_long_to_make_are_prepared_in_small_numbers(monkeypatch, seconds, prepared):
+    now, made = [0.0], []
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def micro_batches():
+        while True:
+            now[0] += seconds
+            made.append(torch.ones(2))
+            yield made[-1], 4
+
+    session = SimpleNamespace(
+        task=SimpleNamespace(dataset=lambda: None),
+        loader=SimpleNamespace(micro_batches=micro_batches),
+        device=torch.device("cpu"),
+    )
+    next(measure.micro_batches(session))
+    assert len(made) == prepared
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_value_that_is_not_finite_is_found_without_a_copy(dtype, bad):

@@ -144,6 +144,12 @@ def test_of_a_baseline_that_is_kept_the_best_of_the_others_is_told():
     assert low < 1 < high and result.speedup == 1 and result.speedup_ci is None
 
 
+@pytest.mark.parametrize("overhead_s", [3.0, 4.0, 4.5, 5.0])
+def test_where_probes_take_long_a_second_round_comes_before_further_probes(overhead_s):
+    result = searched(Timed(gain=2.0, overhead_s=overhead_s), 45.0)
+    assert result.verdict == "faster" and result.num_rounds >= 2
+
+
 def test_too_little_evidence_is_undecided_and_says_what_would_do():
     result = searched(Timed(noise=0.2, overhead_s=2.0), 30.0)
     assert result.verdict == "undecided" and result.config == result.baseline.config
