@@ -133,7 +133,13 @@ def _open_play_off(search: Search) -> PlayOff:
         return search.play_off.timed_s(settings.max_timed_s)
 
     def run(config: Config, number: int) -> Outcome | None:
-        timed = settings.replace(max_timed_s=timed_s(), known_peak_bytes=_known_peak_bytes(history, config))
+        timed = settings.replace(
+            max_timed_s=timed_s(),
+            known_peak_bytes=_known_peak_bytes(history, config),
+            seed=settings.seed
+            + 1
+            + number,  # what samples of unequal work are drawn differs between rounds, not within one
+        )
         trial = None  # after a fault it is run again
         while trial is None and search.store.holds_play_off and not search.interrupted() and search.left_s > 0:
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)

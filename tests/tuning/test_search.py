@@ -16,7 +16,7 @@ from autotune.runners.runner import Stated
 from autotune.study.reading import load_study
 from autotune.techniques import find_techniques
 from autotune.tuning import playoff
-from autotune.tuning.confirm import PLAY_OFF_INTERVAL, confirm
+from autotune.tuning.confirm import PLAY_OFF_INTERVAL, SURE_TO_FIT, confirm
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.explore import explore
 from autotune.tuning.recommend import Interrupted, NothingFeasible, verdict_of
@@ -134,6 +134,35 @@ def test_steps_are_split_by_phase_in_the_search_and_not_once_more_in_the_play_of
     answer(recommender(tmp_path, Watched()))
     assert split[False] and all(split[False])
     assert split[True] and not any(split[True])
+
+
+def test_a_round_draws_samples_of_its_own_and_the_same_for_all_who_play_it(tmp_path):
+    seeds = []
+
+    class Watched(Staged):
+        def in_play_off(self, config, settings, outcome):
+            seeds.append((settings.seed, config))
+            return outcome
+
+    answer(recommender(tmp_path, Watched()))
+    rounds = {seed: {config for other, config in seeds if other == seed} for seed, _ in seeds}
+    assert len(rounds) > 1 and all(len(played) > 1 for played in rounds.values())
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_what_a_play_off_knows_of_a_peak_is_what_the_search_saw(tmp_path):
+    known = {}
+
+    class Watched(Staged):
+        def in_play_off(self, config, settings, outcome):
+            known[config] = settings.known_peak_bytes
+            return outcome
+
+    answer(recommender(tmp_path, runner := Watched()))
+    usable = 0.95 * LIMIT_BYTES
+    assert known == {
+        config: peak if (peak := runner.peak_bytes(config)) <= SURE_TO_FIT * usable else 0 for config in known
+    }
 
 
 class Shrinking(Staged):
