@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
+from autotune.probe.timing import MIN_WARMUP_STEPS, OVERTIME
 from autotune.records.config import Config, ProbeSettings, World
 from autotune.records.inspection import Inspection
 from autotune.records.measured import pareto_front
 from autotune.records.outcome import COMPILING, Bound, Kind, Outcome, Progress
 from autotune.records.study import BASELINE, PLAY_OFF, Proposal
 from autotune.study.history import History
+from autotune.tuning.playoff import SHORTEST_TIMED_S
 from autotune.units import format_seconds, plural
 
 MIN_TIMEOUT_S = 20.0
@@ -38,6 +40,7 @@ MOST_FINALISTS = 3
 WANTED_ROUNDS = 5  # processes differ more than blocks within one, so many short rounds beat a few long ones
 FEWEST_ROUNDS = 2  # without a second round there is no interval between processes
 LEAST_ROUND = 3  # processes of a round: the baseline, the best so far and a newcomer
+MARGIN = 1.1  # times what a process of the play-off is reckoned to take: it is cold, and processes differ
 MAX_SHARE = 0.4  # of the time that exploring and play-off share: kept at most for the rounds of the play-off
 
 FIRST_STEP_S = 2.0  # a first step may take longer than others by this much, or more
@@ -201,21 +204,21 @@ class Budget:
             case 1 if history.space.baseline in history.feasible:
                 leave_s = guest_s
             case _:
-                if (lead_s := self._lead_s(history)) is not None:
-                    expected_s = max(expected_s, lead_s[0])
+                best_s, round_s = self._lead_s(history) or (0.0, 0.0)
+                expected_s = max(expected_s, best_s)
                 rounds_s = min(WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s, MAX_SHARE * shared_s)
-                rounds_s = max(rounds_s, FEWEST_ROUNDS * sum(lead_s or ()) + self._unknown_checks_s)
+                rounds_s = max(rounds_s, FEWEST_ROUNDS * round_s + self._unknown_checks_s)
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
                 leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s + guest_s
         return self.free_s - expected_s - leave_s
 
     @staticmethod
     def _lead_s(history: History) -> tuple[float, float] | None:
-        """Seconds that the best and the baseline took, where these are two that ran; else None."""
+        """Seconds that the best took, and that a round of it and the baseline takes; None where these are not two that ran."""
         best, baseline = history.best, history.baseline
         if best is None or baseline is None or not baseline.ok or best[0] == history.space.baseline:
             return None
-        return best[1].running_s, baseline.running_s
+        return best[1].running_s, _in_play_off_s(*best) + _in_play_off_s(history.space.baseline, baseline)
 
     def is_worth(self, gain: float, cost_s: float, history: History) -> bool:
         """Whether so much more search pays: what it is expected to gain, over the training that is ahead, is more than its time.
@@ -273,6 +276,20 @@ class Budget:
             yield
         finally:
             self.spent_s[name] = self.spent_s.get(name, 0.0) + self.now_s() - before_s
+
+
+def _in_play_off_s(config: Config, outcome: Outcome) -> float:
+    """Seconds that a process takes in the play-off at first, of a config that ran in the search.
+
+    It trains no largest batches, and times as little as it can: the steps of a warm-up, of one micro batch each, and one more.
+    """
+    if (found := outcome.measurement) is None:
+        return outcome.running_s
+    update_s = found.phases_s.get("optimizer", 0.0)
+    part_s = (found.step_s - update_s) / config.accumulation_steps + update_s
+    timed_s = max(part_s, OVERTIME * SHORTEST_TIMED_S - part_s)
+    steps_s = found.compile_s + MIN_WARMUP_STEPS * part_s + timed_s
+    return min(outcome.running_s, MARGIN * (outcome.running_s - outcome.spent_training_s + steps_s))
 
 
 @dataclass(frozen=True, kw_only=True)
