@@ -218,7 +218,7 @@ class Budget:
         best, baseline = history.best, history.baseline
         if best is None or baseline is None or not baseline.ok or best[0] == history.space.baseline:
             return None
-        return best[1].running_s, _in_play_off_s(*best) + _in_play_off_s(history.space.baseline, baseline)
+        return best[1].running_s, play_off_process_s(*best) + play_off_process_s(history.space.baseline, baseline)
 
     def is_worth(self, gain: float, cost_s: float, history: History) -> bool:
         """Whether so much more search pays: what it is expected to gain, over the training that is ahead, is more than its time.
@@ -278,7 +278,7 @@ class Budget:
             self.spent_s[name] = self.spent_s.get(name, 0.0) + self.now_s() - before_s
 
 
-def _in_play_off_s(config: Config, outcome: Outcome) -> float:
+def play_off_process_s(config: Config, outcome: Outcome) -> float:
     """Seconds that a process takes in the play-off at first, of a config that ran in the search.
 
     It trains no largest batches, and times as little as it can: the steps of a warm-up, of one micro batch each, and one more.

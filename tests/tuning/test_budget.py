@@ -27,7 +27,7 @@ from autotune.space import Space
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning import opening
-from autotune.tuning.budget import AHEAD_S, LENIENCE, LOST_SHARE, PATIENCE, patience_for
+from autotune.tuning.budget import AHEAD_S, LENIENCE, LOST_SHARE, PATIENCE, patience_for, play_off_process_s
 from autotune.tuning.confirm import confirm
 from autotune.tuning.events import Listener, ProbeAdvanced
 from autotune.tuning.explore import explore, measure_baseline
@@ -148,6 +148,16 @@ def test_of_a_baseline_that_is_kept_the_best_of_the_others_is_told():
 def test_where_probes_take_long_a_second_round_comes_before_further_probes(overhead_s):
     result = searched(Timed(gain=2.0, overhead_s=overhead_s), 45.0)
     assert result.verdict == "faster" and result.num_rounds >= 2
+
+
+@pytest.mark.parametrize(("accumulation_steps", "shortest_s"), [(1, 4 * 3.5 + 0.2), (4, 3 * 0.95 + 0.95 + 0.2)])
+def test_a_process_of_the_play_off_is_reckoned_by_the_steps_that_it_takes(accumulation_steps, shortest_s):
+    ran = find_techniques().complete({"batch_size": 12, "accumulation_steps": accumulation_steps})
+    found = replace(
+        measurement(ran, 13.7, LIMIT_BYTES), step_s=3.5, warmup_s=14.0, timed_s=2.8, phases_s={"optimizer": 0.1}
+    )
+    outcome = Outcome(kind=Kind.OK, measurement=found, wall_s=17.0)
+    assert shortest_s <= play_off_process_s(ran, outcome) <= 1.1 * shortest_s + 0.01
 
 
 def test_too_little_evidence_is_undecided_and_says_what_would_do():
