@@ -30,10 +30,10 @@ from autotune.units import GIB, plural
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
-SLICE_ABOVE_S = (
-    0.3  # an optimizer step longer than this is timed by its parts, and what has settled of its warm-up counts
-)
-SPLIT_ABOVE_S = 0.3  # a micro step longer than this is split by phase while it is timed: to wait for the device in between costs nothing
+SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
+# A micro step longer than this is split by phase while it is timed, as to wait for the device in between costs nothing, and what has
+# settled of its warm-up counts: a single block is then long enough to see other work in it.
+LONG_S = 0.3
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 PREPARED_BYTES = GIB  # at most so much host memory for them all, unless a single one takes more
@@ -248,14 +248,14 @@ class Run:
         by_parts = not exact and self.session.world.size == 1 and step_s > SLICE_ABOVE_S
         sliced = by_parts and num_micro < config.accumulation_steps
         steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
-        split = by_parts and self.settings.phases and typical.micro_s > SPLIT_ABOVE_S
+        is_long = by_parts and typical.micro_s > LONG_S
         phases: dict[str, float] = {}
-        if by_parts and num_micro == 1:
+        if is_long:
             self._count_settled(typical.update_s)
         self._observers.start()
         done = num_whole = 0
         while not done or not self._timing.is_done(num_whole, self._spent_s):
-            if split and not phases:
+            if is_long and self.settings.phases and not phases:
                 phases = self._phases()
                 step_s = sum(phases.values())
                 update_s = phases.get("optimizer", 0.0)

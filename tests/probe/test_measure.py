@@ -101,7 +101,8 @@ def test_a_run_is_cut_short_by_the_speed_of_whole_optimizer_steps(clocked):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 8])
-def test_what_has_settled_of_the_warm_up_of_a_long_step_is_timed(clocked, accumulation_steps):
+def test_what_has_settled_of_the_warm_up_of_a_long_micro_step_is_timed(clocked, monkeypatch, accumulation_steps):
+    monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(
         clocked, {"batch_size": 2, "accumulation_steps": accumulation_steps}, max_timed_s=0.5, phases=False
     ).measure(0.0)
@@ -111,13 +112,14 @@ def test_what_has_settled_of_the_warm_up_of_a_long_step_is_timed(clocked, accumu
     assert measured.num_steps == 4 + (after_the_cycle > 0)  # three to be warm, and one with all observers
 
 
-def test_nothing_of_the_warm_up_counts_where_something_is_watched_for_some_seconds(clocked):
+def test_nothing_of_the_warm_up_counts_where_something_is_watched_for_some_seconds(clocked, monkeypatch):
+    monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(clocked, CONFIG, max_timed_s=2.0, min_timed_s=2.0).measure(0.0)
     assert measured.timed_s >= 2.0 and len(measured.block_samples_per_s) == measured.num_steps - 4 - 1
 
 
 def test_a_long_micro_step_is_split_by_phase_while_it_is_timed(clocked, monkeypatch):
-    monkeypatch.setattr(measure, "SPLIT_ABOVE_S", 0.05)
+    monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(clocked, CONFIG).measure(0.0)
     assert measured.explained_s == 0 and measured.samples_per_s == pytest.approx(TRUE_SPEED)
     assert measured.phases_s == pytest.approx({"data": 0.0, "forward": 0.8, "backward": 0.0, "optimizer": 1.0})
@@ -145,7 +147,7 @@ def test_micro_batches_without_a_label_do_not_make_an_accumulating_config_nonfin
         return (each * counts).sum() / counts.sum()  # with no label 0 / 0, and NaN in every gradient
 
     monkeypatch.setattr(measure, "SLICE_ABOVE_S", slices_above_s)
-    monkeypatch.setattr(measure, "SPLIT_ABOVE_S", slices_above_s)
+    monkeypatch.setattr(measure, "LONG_S", slices_above_s)
     monkeypatch.setattr(measure, "MIN_BLOCK_S", 1e-6)
     own = {
         "training_step": training_step,
