@@ -96,7 +96,8 @@ class Run:
         self.warm_up()
         warmup_s = self.reporter.train_s
         self.reporter.enter("timing")
-        timed_s, phases = 0.0, dict[str, float]()
+        timed_s = 0.0
+        phases: dict[str, float] = {}
         # a world synchronizes once a step, but warm-up steps of one micro batch do each time, so they look too slow if it accumulates
         may_cut = self.session.world.size == 1 or self.session.config.accumulation_steps == 1
         if not (cut_short := may_cut and self._timing.cut_short(self._whole_steps_s())):

@@ -130,11 +130,15 @@ class Budget:
             return 0.0
         return self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
 
-    @property
-    def _unknown_checks_s(self) -> float:
-        """Seconds that comparing may take beyond those kept for it, as long as it is not known how long it takes."""
-        is_known = self.check_s or not self.keeps_checks
-        return 0.0 if is_known else CHECK_SHARE * self.budget_s - self._kept_for_checks_s
+    def _unknown_checks_s(self, probe_s: float) -> float:
+        """Seconds that comparing may take beyond those kept for it, as long as it is not known how long it takes.
+
+        Args:
+            probe_s: of a probe; the exact changes and all of them may each take as long.
+        """
+        if self.check_s or not self.keeps_checks:
+            return 0.0
+        return max(0.0, min(2 * probe_s, CHECK_SHARE * self.budget_s) - self._kept_for_checks_s)
 
     @property
     def first_timeout_s(self) -> float:
@@ -207,7 +211,7 @@ class Budget:
                 best_s, round_s = self._lead_s(history) or (0.0, 0.0)
                 expected_s = max(expected_s, best_s)
                 rounds_s = min(WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s, MAX_SHARE * shared_s)
-                rounds_s = max(rounds_s, FEWEST_ROUNDS * round_s + self._unknown_checks_s)
+                rounds_s = max(rounds_s, FEWEST_ROUNDS * round_s + self._unknown_checks_s(expected_s))
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
                 leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s + guest_s
         return self.free_s - expected_s - leave_s
