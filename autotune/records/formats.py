@@ -79,7 +79,8 @@ def _rebuild(kind: Any, data: Mapping[str, Any]) -> Any:
 
 
 def _num_known(kind: Any, data: Any) -> int:
-    return sum(name in data for name in _hints_of(kind)) if is_dataclass(kind) else 0
+    is_record = isinstance(kind, type) and is_dataclass(kind)
+    return sum(name in data for name in _hints_of(kind)) if is_record else 0
 
 
 def require_readable(what: str, found: int, newest: int) -> None:
