@@ -52,7 +52,11 @@ def persistent(method: F) -> F:
 
 
 def close_trial(storage: BaseStorage, trial: FrozenTrial) -> None:
-    """Close a running trial that nobody runs any more. One that has its outcome has ended; else nothing is known of it."""
+    """Close a running trial that nobody runs any more. One that has its outcome has ended; else nothing is known of it.
+
+    Args:
+        trial: as it is now. What a list of trials holds of a running one may be as old as the trial itself.
+    """
     with contextlib.suppress(UpdateFinishedTrialError):  # another search was faster
         if "outcome" in trial.user_attrs:  # measured, and not yet told
             score = EndedTrial.from_dict(trial.user_attrs).score
@@ -114,7 +118,8 @@ class Watch:
         if self._backend.all_are_heard(self._storage, [study._study_id for study in studies]):
             return  # every search asks this every few seconds: to read all that runs would keep a server busy
         for study in studies:
-            for trial in running_elsewhere(study, self._own()):
+            for listed in running_elsewhere(study, self._own()):
+                trial = self._storage.get_trial(listed._trial_id)
                 begun = BegunTrial.from_dict(trial.user_attrs)
                 by_clock = not self._backend.keeps_heartbeats
                 if "outcome" in trial.user_attrs or is_gone(begun, is_shared=True, by_clock=by_clock):

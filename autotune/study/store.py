@@ -137,6 +137,7 @@ class Store:
         self.shared = shared_backend_of(place.url)
         self._running: dict[int, tuple[optuna.Study, int]] = {}  # by number: the study and the trial's id
         self._records: dict[int, Trial] = {}  # by the trial's id
+        self._begun: dict[int, BegunTrial] = {}  # by the trial's id
         self._next_number = 0
         self._claim: int | None = None
         self._is_unsure = False  # whether the storage has kept what was created last
@@ -213,7 +214,7 @@ class Store:
         for study in self._studies():
             for trial in running_elsewhere(study, ()):
                 if is_gone(BegunTrial.from_dict(trial.user_attrs), is_shared=self.is_shared, by_clock=by_clock):
-                    close_trial(self._storage, trial)
+                    close_trial(self._storage, self._storage.get_trial(trial._trial_id))
 
     def _kept(self) -> list[FrozenTrial]:
         """The trials of both studies."""
@@ -221,9 +222,15 @@ class Store:
 
     def _count(self, kept: Iterable[FrozenTrial]) -> None:
         """Take the next number above all that are taken. A search of its own gives the number of a lost trial to another one."""
-        begun = [(trial, BegunTrial.from_dict(trial.user_attrs)) for trial in kept if self._is_counted(trial)]
+        begun = [(trial, self._begun_of(trial)) for trial in kept if self._is_counted(trial)]
         numbers = (_number(trial, about) for trial, about in begun if about.stage != DECIDING)
         self._next_number = max(self._next_number, 1 + max(numbers, default=-1))
+
+    def _begun_of(self, trial: FrozenTrial) -> BegunTrial:
+        """What was written as a trial began, its last sign of life aside. It is made out once: each look asks for all trials."""
+        if trial._trial_id not in self._begun:
+            self._begun[trial._trial_id] = BegunTrial.from_dict(trial.user_attrs)
+        return self._begun[trial._trial_id]
 
     def _is_counted(self, trial: FrozenTrial) -> bool:
         return self.is_shared or trial.state is not TrialState.FAIL
@@ -272,7 +279,7 @@ class Store:
         self._count(kept)
         own = self._own()
         others = [trial for trial in kept if trial.state is TrialState.RUNNING and trial._trial_id not in own]
-        begun = [BegunTrial.from_dict(trial.user_attrs) for trial in others]
+        begun = [self._begun_of(trial) for trial in others]
         deciding = [one.owner for one in begun if one.stage == DECIDING]
         configs = (Config(tuple(one.config.items())) for one in begun if one.stage not in (PLAY_OFF, DECIDING))
         return Seen(
@@ -454,7 +461,7 @@ class Store:
     def _claims(self, study: optuna.Study) -> list[FrozenTrial]:
         """What shows that another search holds the play-off, or an attempt of this one of which it knows nothing."""
         others = running_elsewhere(study, self._own())
-        return [trial for trial in others if BegunTrial.from_dict(trial.user_attrs).stage == DECIDING]
+        return [trial for trial in others if self._begun_of(trial).stage == DECIDING]
 
     def _open_claim(self, study: optuna.Study) -> int | None:
         """The id of the trial that shows that this search holds the play-off; None where another search does."""

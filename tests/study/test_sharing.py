@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 from optuna.exceptions import StorageInternalError
+from optuna.storages import RDBStorage
 from optuna.trial import TrialState
+from sqlalchemy import event
 from sqlalchemy.exc import InterfaceError, OperationalError, PendingRollbackError
 
 from autotune.errors import StudyError
 from autotune.records.config import Config
-from autotune.records.study import PLAY_OFF, Owner, Proposal
+from autotune.records.study import PLAY_OFF, BegunTrial, Owner, Proposal
 from autotune.study import sharing
 from autotune.study.backends import postgres
 from autotune.study.place import place_of
 from autotune.study.reading import load_study, open_to_show
-from autotune.study.store import agree_on_limit, storage_errors
+from autotune.study.store import agree_on_limit, distributions_of, storage_errors
 from autotune.tuning.state import Search
 from tests.closed_form import ClosedFormRunner, make_search
 from tests.postgres import PASSWORD, Network, Server, database, server
@@ -197,6 +199,21 @@ def test_a_trial_that_was_measured_and_not_told_is_told_by_another_search(
     eventually(lambda: len(here.store.look().trials) == 1)
 
 
+def test_an_outcome_that_was_written_since_the_trial_was_seen_running_is_told(
+    open_at: Callable[..., Search], database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = open_at(database)
+    with on_another_machine():
+        dead = open_at(database)
+        number = begin(dead)
+    assert number is not None and here.store.look().elsewhere
+    die(dead)
+    monkeypatch.setattr(dead.store._storage, "set_trial_state_values", lambda *args: None)
+    with pytest.raises(AssertionError):  # it is not read back
+        finish(dead, number)
+    eventually(lambda: len(here.store.look().trials) == 1)
+
+
 def test_the_outcome_of_a_search_that_was_given_up_is_kept_all_the_same_and_once(
     open_at: Callable[..., Search], database: str
 ) -> None:
@@ -339,6 +356,34 @@ def test_searches_that_are_alive_read_no_trial_of_each_other(open_at: Callable[.
     assert backend is not None and backend.all_are_heard(storage, studies)
     die(searches[1])
     eventually(lambda: not backend.all_are_heard(storage, studies))
+
+
+def test_a_trial_that_another_search_runs_is_read_in_full_once(open_at: Callable[..., Search], database: str) -> None:
+    here, other = open_at(database), open_at(database)
+    begin(other)
+    asked: list[str] = []
+    event.listen(
+        postgres._database(here.store._storage).engine, "before_cursor_execute", lambda *args: asked.append(args[2])
+    )
+    for times in (1, 0, 0):
+        asked.clear()
+        assert here.store.look().elsewhere == {here.history.space.baseline}
+        assert sum("FROM trial_user_attributes" in statement for statement in asked) == times
+
+
+def test_trials_are_kept_as_optuna_keeps_them(open_at: Callable[..., Search], database: str) -> None:
+    search = open_at(database)
+    space = search.history.space
+    configs = [*space][:3]
+    assert [begin(search, config) for config in configs] == [0, 1, 2]
+    plain = RDBStorage(database)
+    kept = plain.get_all_trials(search.store._study._study_id)
+    plain.engine.dispose()
+    assert [(one.number, one.state) for one in kept] == [(number, TrialState.RUNNING) for number in range(3)]
+    assert [one.params for one in kept] == [space.params(config) for config in configs]
+    assert all(one.distributions == distributions_of(space) and one.datetime_start is not None for one in kept)
+    begun = [BegunTrial.from_dict(one.user_attrs) for one in kept]
+    assert [(one.number, Config(tuple(one.config.items()))) for one in begun] == [*enumerate(configs)]
 
 
 def test_an_earlier_version_is_refused_with_the_way_out(

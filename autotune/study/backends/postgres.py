@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import json
+from collections.abc import Collection, Container, Iterator
 from typing import Any
 
+from optuna.distributions import BaseDistribution, distribution_to_json
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages._rdb import models
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import create_engine, inspect, text
 from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, PendingRollbackError
+from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
 from autotune.errors import StudyError
@@ -55,6 +60,80 @@ FIRST_HEARTBEATS = text(
     "ON CONFLICT DO NOTHING"
 )
 LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
+STATES = text(
+    "SELECT trial_id, state FROM trials WHERE study_id = :study AND (trial_id = ANY(:ids) OR trial_id > :after) "
+    "ORDER BY trial_id"
+)
+
+
+class _Database(RDBStorage):
+    """Optuna's tables, with fewer messages to the server. Searches wait for each other while one of them begins a trial: it looks at what
+    the others run, for which Optuna reads every running trial in full, and it writes a trial, for which Optuna asks two or three times
+    for each value.
+
+    Here a trial is read in full when it is new and when its state has changed, and the values of a new trial are written at once.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._running: dict[int, FrozenTrial] = {}  # as they were first read
+        self._distributions: dict[int, dict[str, BaseDistribution]] = {}  # of each study, as its trials have them
+
+    def _get_trials(
+        self,
+        study_id: int,
+        states: Container[TrialState] | None,
+        included_trial_ids: set[int],
+        trial_id_greater_than: int,
+    ) -> list[FrozenTrial]:
+        if states is not None:
+            return super()._get_trials(study_id, states, included_trial_ids, trial_id_greater_than)
+        asked = {"study": study_id, "ids": [*included_trial_ids], "after": trial_id_greater_than}
+        # a transaction of its own would take two more messages
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            found = {trial_id: TrialState[state] for trial_id, state in connection.execute(STATES, asked)}
+        ids = [
+            trial_id for trial_id in found if found[trial_id] is not TrialState.RUNNING or trial_id not in self._running
+        ]
+        read = {}
+        if ids:
+            read = {trial._trial_id: trial for trial in super()._get_trials(study_id, None, {*ids}, max(ids))}
+        for trial_id, trial in read.items():
+            if trial.state is TrialState.RUNNING:
+                self._running[trial_id] = trial
+            else:
+                self._running.pop(trial_id, None)
+        return [read.get(trial_id) or self._running[trial_id] for trial_id in sorted({*found, *read})]
+
+    def _get_prepared_new_trial(
+        self, study_id: int, template_trial: FrozenTrial | None, session: Session
+    ) -> models.TrialModel:
+        new, known = template_trial, self._distributions.get(study_id)
+        if new is None or new.state is not TrialState.RUNNING or known != new.distributions:
+            written = super()._get_prepared_new_trial(
+                study_id, new, session
+            )  # compares the distributions with those of the study
+            if new is not None:
+                self._distributions[study_id] = new.distributions
+            return written
+        trial = models.TrialModel(study_id=study_id, state=new.state, datetime_start=new.datetime_start)
+        session.add(trial)
+        session.flush()  # its id and its place among the study's trials
+        session.add_all(
+            models.TrialParamModel(
+                trial_id=trial.trial_id,
+                param_name=name,
+                param_value=distribution.to_internal_repr(new.params[name]),
+                distribution_json=distribution_to_json(distribution),
+            )
+            for name, distribution in new.distributions.items()
+        )
+        session.add_all(
+            models.TrialUserAttributeModel(trial_id=trial.trial_id, key=key, value_json=json.dumps(value))
+            for key, value in new.user_attrs.items()
+        )
+        trial.number = trial.count_past_trials(session)
+        return trial
 
 
 class Postgres(SharedBackend):
@@ -81,7 +160,7 @@ class Postgres(SharedBackend):
             with _alone(engine, SCHEMA):
                 if must_exist and not inspect(engine).has_table("studies"):
                     raise StudyError(f"{without_password(url)} holds no study yet; `autotune search` makes one")
-                return RDBStorage(written, **options)
+                return _Database(written, **options)
         except ImportError as error:
             raise StudyError(
                 f"the storage {without_password(url)} needs psycopg, which cannot be imported ({error.__cause__ or error}); "
