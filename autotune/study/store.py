@@ -52,6 +52,7 @@ from autotune.study.sharing import Watch, close_trial, persistent, running_elsew
 # worst feasible value. Both can be opened.
 FORMAT = 3
 CONSTRAINT = "infeasibility"
+SOON_S = 5.0  # what another search is about to begin counts as begun: it waits for its turn
 SHARED_FORMAT = 4  # several searches write to it, and an earlier version would end the others' trials
 
 
@@ -138,6 +139,7 @@ class Store:
         self._running: dict[int, tuple[optuna.Study, int]] = {}  # by number: the study and the trial's id
         self._records: dict[int, Trial] = {}  # by the trial's id
         self._begun: dict[int, BegunTrial] = {}  # by the trial's id
+        self._soon: dict[Config, float] = {}  # until when (s) a config counts as begun: another search was about to
         self._next_number = 0
         self._claim: int | None = None
         self._is_unsure = False  # whether the storage has kept what was created last
@@ -180,6 +182,15 @@ class Store:
             return self.shared.alone(self._storage, self.place.study)
         return contextlib.nullcontext()
 
+    def _alone_to_begin(self, proposal: Proposal) -> contextlib.AbstractContextManager[bool]:
+        """Keep the others waiting to begin a trial. False where another search is about to begin a trial of its config."""
+        if self.shared is None:
+            return contextlib.nullcontext(True)
+        # a trial that may be there must be taken up, whoever wants what; and only one search holds the play-off
+        if self._is_unsure or proposal.stage == PLAY_OFF:
+            return _certainly(self._alone())
+        return self.shared.alone_to_begin(self._storage, self.place.study, str(proposal.config.as_dict()))
+
     def _open(self, name: str, mark: str) -> optuna.Study:
         """The study of that name, created if there is none. Our studies are recognized by the attribute `mark`."""
         study = optuna.create_study(storage=self._storage, study_name=name, direction="maximize", load_if_exists=True)
@@ -193,8 +204,11 @@ class Store:
 
     def _find_play_off(self) -> optuna.Study | None:
         """The play-off's study, where there is one by now."""
-        names = optuna.get_all_study_names(self._storage)
-        return self._open(self.place.play_off, PLAY_OFF_OF) if self.place.play_off in names else None
+        try:
+            self._storage.get_study_id_from_name(self.place.play_off)
+        except KeyError:
+            return None
+        return self._open(self.place.play_off, PLAY_OFF_OF)
 
     def _studies(self) -> list[optuna.Study]:
         return [study for study in (self._study, self._play_off) if study is not None]
@@ -284,9 +298,15 @@ class Store:
         configs = (Config(tuple(one.config.items())) for one in begun if one.stage not in (PLAY_OFF, DECIDING))
         return Seen(
             trials=trials_of(kept, self._records),
-            elsewhere=frozenset(configs),
+            elsewhere=frozenset(configs) | self._begun_soon(),
             decides=next((owner.words() for owner in deciding if owner is not None), ""),
         )
+
+    def _begun_soon(self) -> set[Config]:
+        """What other searches were about to begin a moment ago; their trials may not be there yet."""
+        now_s = time.monotonic()
+        self._soon = {config: until_s for config, until_s in self._soon.items() if until_s > now_s}
+        return {*self._soon}
 
     @persistent
     def begin(
@@ -301,8 +321,10 @@ class Store:
             The trial's number, which `finish` and `fail` take. It counts over search and play-off together. None where another search
             runs the config now, or has probed it since, or holds the play-off that the trial is for.
         """
-        with self._alone():
-            opened = self._open_trial(proposal, prediction, space, num_known)
+        with self._alone_to_begin(proposal) as is_alone:
+            opened = self._open_trial(proposal, prediction, space, num_known) if is_alone else None
+        if not is_alone:
+            self._soon[proposal.config] = time.monotonic() + SOON_S
         # not before: where the storage is lost as this ends, another attempt has to find the trial
         self._is_unsure = False
         if opened is None:
@@ -484,6 +506,12 @@ class Store:
             claim, self._claim = self._claim, None
             with contextlib.suppress(SQLAlchemyError, OptunaError):
                 self._storage.set_trial_state_values(claim, TrialState.PRUNED)
+
+
+@contextlib.contextmanager
+def _certainly(alone: contextlib.AbstractContextManager[None]) -> Iterator[bool]:
+    with alone:
+        yield True
 
 
 def _is_taken(config: Config, num_known: int | None, seen: Seen) -> bool:

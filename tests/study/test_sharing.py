@@ -124,6 +124,17 @@ def test_of_searches_that_begin_a_config_at_the_same_instant_one_has_it(
     assert sorted(found, key=str) == [0, None, None, None]
 
 
+def test_who_wants_what_another_waits_to_begin_does_not_wait_for_it(
+    open_at: Callable[..., Search], database: str
+) -> None:
+    one, other = open_at(database), open_at(database)
+    config = one.history.space.baseline
+    with one.store._alone_to_begin(Proposal(config=config)) as is_alone:
+        assert is_alone and begin(other) is None
+    assert other.store.look().elsewhere == {config}
+    assert begin(one) == 0
+
+
 def test_searches_that_open_an_empty_database_at_the_same_instant_agree_on_it(
     open_at: Callable[..., Search], database: str
 ) -> None:

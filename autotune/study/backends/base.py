@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import optuna
 from optuna.storages import BaseStorage
@@ -85,6 +85,14 @@ class SharedBackend(ABC):
     @abstractmethod
     def alone(self, storage: BaseStorage, study: str) -> contextlib.AbstractContextManager[None]:
         """Keep every other search of the study waiting. It ends by itself where this process dies or loses the storage."""
+
+    @contextlib.contextmanager
+    def alone_to_begin(self, storage: BaseStorage, study: str, what: str) -> Iterator[bool]:
+        """As `alone`, to begin `what`. False, at once and without being alone, where another search is waiting to begin just that: of many
+        that want the same, each would find it taken once its turn has come, and queue again for the next.
+        """
+        with self.alone(storage, study):
+            yield True
 
     def may_pass(self, error: BaseException) -> bool:
         """Whether an error of the storage may go away by itself: a server that starts anew, a network that is gone for seconds."""

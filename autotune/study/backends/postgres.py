@@ -60,6 +60,7 @@ FIRST_HEARTBEATS = text(
     "ON CONFLICT DO NOTHING"
 )
 LOCK = text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
+TRY_LOCK = text("SELECT pg_try_advisory_xact_lock(hashtextextended(:name, 0))")
 STATES = text(
     "SELECT trial_id, state FROM trials WHERE study_id = :study AND (trial_id = ANY(:ids) OR trial_id > :after) "
     "ORDER BY trial_id"
@@ -110,12 +111,12 @@ class _Database(RDBStorage):
     ) -> models.TrialModel:
         new, known = template_trial, self._distributions.get(study_id)
         if new is None or new.state is not TrialState.RUNNING or known != new.distributions:
-            written = super()._get_prepared_new_trial(
-                study_id, new, session
-            )  # compares the distributions with those of the study
+            # Optuna compares the distributions with those of the study
+            written = super()._get_prepared_new_trial(study_id, new, session)
             if new is not None:
                 self._distributions[study_id] = new.distributions
             return written
+        # a running trial has parameters and attributes, and nothing else yet
         trial = models.TrialModel(study_id=study_id, state=new.state, datetime_start=new.datetime_start)
         session.add(trial)
         session.flush()  # its id and its place among the study's trials
@@ -169,6 +170,14 @@ class Postgres(SharedBackend):
 
     def alone(self, storage: BaseStorage, study: str) -> contextlib.AbstractContextManager[None]:
         return _alone(_database(storage).engine, study)
+
+    @contextlib.contextmanager
+    def alone_to_begin(self, storage: BaseStorage, study: str, what: str) -> Iterator[bool]:
+        with _database(storage).engine.begin() as connection:
+            is_first = connection.execute(TRY_LOCK, {"name": f"autotune {study} {what}"}).scalar()
+            if is_first:
+                connection.execute(LOCK, {"name": f"autotune {study}"})
+            yield bool(is_first)
 
     def may_pass(self, error: BaseException) -> bool:
         while isinstance(error, StorageInternalError) and error.__cause__ is not None:
