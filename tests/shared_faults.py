@@ -16,7 +16,7 @@ from typing import Any
 from autotune.records.study import DECIDING
 from autotune.study.reading import Study, load_study
 from autotune.study.store import connect
-from tests.controllers import Controller, controllers
+from tests.controllers import USUAL, Controller, controllers
 from tests.postgres import Network, Server
 
 PLENTY = {"sampler": "random", "seconds": 0.2, "num_trials": 5, "budget_s": 300.0}
@@ -115,7 +115,9 @@ def kill_in_a_probe(server: Server, **asked: Any) -> Aftermath:
         dead.kill()
         return lambda: not any(_owner(trial) == pid for trial in _running(url))
 
-    lasting = {"seconds": [1.0, 1.0, LONGEST_S], "num_trials": 12, "waits": [False, False, True]}
+    # the others run on for twice as long as it takes until they know
+    probe_s = asked.get("gone_after_s", USUAL["gone_after_s"]) / 5
+    lasting = {"seconds": [probe_s, probe_s, LONGEST_S], "num_trials": 12, "waits": [False, False, True]}
     return _endure(server, fault, elsewhere=True, **{**asked, **lasting})
 
 
