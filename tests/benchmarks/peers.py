@@ -2,12 +2,15 @@
 
 On each case study, within the same memory: PyTorch Lightning's `Tuner.scale_batch_size` (both modes), Accelerate's
 `find_executable_batch_size`, and `autotune search`. What each one answers is then timed by the same prober, in fresh
-processes, in turns. Prints a Markdown table and the geometric means; with `--write` the README gets them in short.
+processes, in turns. Prints a Markdown table and the geometric means; with `--write` the README gets them in short: in a table of its own
+under `ONEDNN_MAX_CPU_ISA`, which makes the processor behave like an older one. With `--keep FILE` what that file holds is not asked or
+timed again, and the rest is added, so that a comparison can be run in pieces.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -16,11 +19,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import geometric_mean, median
+from typing import Any, Self
 from unittest import mock
 
 from autotune.devices.cpu import processor_model
@@ -31,7 +35,8 @@ from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
-from autotune.units import format_bytes, format_seconds, parse_bytes
+from autotune.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from tests.benchmarks.kept import Kept
 from tests.benchmarks.peers_worker import TOOLS
 from tests.benchmarks.searches import write
 
@@ -42,6 +47,7 @@ ROOT = Path(__file__).parent.parent.parent
 WORKER = Path(__file__).parent / "peers_worker.py"
 OURS = "autotune"
 PEER_TIMEOUT_S = 1200.0
+TIMEOUT_S = 600.0  # of an inspection, and of each run of the prober
 
 HOW = """\
 Every tool trains the study's own model, batches, loss and optimizer, each in a process of its own.
@@ -53,23 +59,34 @@ batch itself where it is more, accumulated, in plain fp32; autotune is allowed t
 (`digits`: BatchNorm then normalises over smaller batches).
 `trained` says whether the tool had trained the size that it returned, for two steps at least.
 An answer that runs out of memory in the prober, which takes the longest samples, is replaced by the next smaller divisor.
-Search time: of the peers the call alone; of autotune the whole process, play-off included, within a budget of {budget}.
+Search time: of the peers the call alone; of autotune the whole process, play-off included, within the budget that is named.
 Samples/s: median of {repeats} fresh processes, the configs of a study in turns."""
 
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """A case study at a size that the memory limit binds: the global batch does not fit in fp32."""
+    """A task at a size that the memory limit binds: the global batch does not fit in fp32.
+
+    Attributes:
+        allowed: techniques that autotune leaves alone unless told otherwise.
+        folder: from the root of the project, where the task's own folder is.
+    """
 
     name: str
     memory_limit: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    allowed: tuple[str, ...] = ()  # techniques that autotune leaves alone unless told otherwise
+    allowed: tuple[str, ...] = ()
+    folder: str = "studies"
+
+    @property
+    def label(self) -> str:
+        """`gpt, 1500MiB`."""
+        return f"{self.name}, {self.memory_limit}"
 
     @property
     def model(self) -> Path:
         """The model file."""
-        return ROOT / "studies" / self.name / "model.py"
+        return ROOT / self.folder / self.name / "model.py"
 
 
 STUDIES = (
@@ -88,6 +105,7 @@ class Answer:
         trained: whether it had trained what it returned.
         config: what the answer means with the global batch kept; None when there is none.
         wall_s: of its search.
+        is_ours: whether autotune answered.
         note: what became of the answer in the prober.
     """
 
@@ -96,8 +114,19 @@ class Answer:
     trained: str
     config: Config | None
     wall_s: float
+    is_ours: bool = False
     note: str = ""
     samples_per_s: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, before it was timed."""
+        return asdict(replace(self, config=None)) | {"config": self.config.as_dict() if self.config else None}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The answer of such data."""
+        config = values["config"] and techniques.complete(values["config"])
+        return cls(**{**values, "config": config})
 
 
 def ask_autotune(study: Study, budget_s: float, folder: Path) -> Answer:
@@ -105,7 +134,7 @@ def ask_autotune(study: Study, budget_s: float, folder: Path) -> Answer:
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "autotune", "search", str(study.model), "--device", "cpu", "--memory-limit", study.memory_limit,
-         "--budget", f"{budget_s:g}s", "--storage", str(folder / f"{study.name}.db"), "--json", "--quiet",
+         "--budget", f"{budget_s:g}s", "--storage", str(folder / f"{study.name} {budget_s:g}.db"), "--no-priors", "--json", "--quiet",
          *(part for name in study.allowed for part in ("--include", name))],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -113,14 +142,14 @@ def ask_autotune(study: Study, budget_s: float, folder: Path) -> Answer:
     if not done.stdout:
         raise SystemExit(done.stderr)
     result = json.loads(done.stdout)
-    if "config" not in result:
-        return Answer(tool=OURS, verbatim=result["error"], trained="", config=None, wall_s=wall_s)
+    config = techniques.complete(result["config"]) if "config" in result else None
     return Answer(
-        tool=OURS,
-        verbatim=f"{result['verdict']}, {result['probes']} probes",
-        trained="yes",
-        config=techniques.complete(result["config"]),
+        tool=f"{OURS}, {format_seconds(budget_s)}",
+        verbatim=f"{result['verdict']}, {result['probes']} probes" if config else result["error"],
+        trained="yes" if config else "",
+        config=config,
         wall_s=wall_s,
+        is_ours=True,
     )
 
 
@@ -159,52 +188,90 @@ def keeping(global_batch: int, batch_size: int) -> Config | None:
     return techniques.complete({"batch_size": fitting[-1]}, global_batch=global_batch) if fitting else None
 
 
-def measure(answers: Sequence[Answer], prober: LocalRunner, settings: ProbeSettings, repeats: int) -> None:
+def measure(study: Study, answers: Sequence[Answer], prober: LocalRunner, repeats: int, kept: Kept) -> None:
     """Time every answer's config in turns; an answer that runs out of memory is stepped down first."""
+    limit_bytes = parse_bytes(study.memory_limit)
+    settings = ProbeSettings(memory_limit_bytes=limit_bytes, interval=0.01, max_timed_s=10.0, timeout_s=TIMEOUT_S)
     speeds: dict[Config, list[float]] = {}
     order = random.Random(settings.seed)
+
+    def speed_of(config: Config, number: int) -> float | None:
+        """In samples/s; None where it ran out of memory."""
+        key = f"{study.label}: {describe(config)}, run {number}"
+        speed: float | None = kept.once(key, lambda: _speed(prober.probe(config, settings)))
+        return speed
+
     for answer in answers:
         while answer.config is not None and answer.config not in speeds:
-            outcome = prober.probe(answer.config, settings)
-            if outcome.kind is not Kind.OOM:
-                speeds[answer.config] = [_speed(outcome)]
+            if (speed := speed_of(answer.config, 0)) is not None:
+                speeds[answer.config] = [speed]
                 break
             answer.note = "out of memory at first"
             below = answer.config.batch_size - 1
-            answer.config = keeping(answer.config.samples_per_step, below) if answer.tool != OURS else None
-    for _ in range(repeats - 1):
+            answer.config = keeping(answer.config.samples_per_step, below) if not answer.is_ours else None
+    for number in range(1, repeats):
         for config in order.sample(list(speeds), len(speeds)):
-            speeds[config].append(_speed(prober.probe(config, settings)))
+            if (speed := speed_of(config, number)) is None:
+                raise SystemExit(f"{describe(config)} had run, and then ran out of memory")
+            speeds[config].append(speed)
     for answer in answers:
         if answer.config is not None:
             answer.samples_per_s = median(speeds[answer.config])
 
 
-def _speed(outcome: Outcome) -> float:
+def _speed(outcome: Outcome) -> float | None:
+    if outcome.kind is Kind.OOM:
+        return None
     if outcome.measurement is None:
-        raise SystemExit(f"a config that had run ended as {outcome.kind}: {outcome.cause}")
+        raise SystemExit(f"a config ended as {outcome.kind}: {outcome.cause}")
     return outcome.measurement.samples_per_s
 
 
-def compare(study: Study, budget_s: float, repeats: int, tools: Iterable[str]) -> list[Answer]:
-    """All tools on one study."""
+@contextlib.contextmanager
+def prober_of(study: Study, folder: Path) -> Iterator[LocalRunner]:
+    """What times a study, at its size, which everything else that runs meanwhile has as well."""
+    with (
+        mock.patch.dict(os.environ, study.environment),
+        LocalRunner(TaskSource.of(study.model), device="cpu", logs=folder) as prober,
+    ):
+        yield prober
+
+
+def ask_peers(study: Study, tools: Iterable[str], prober: LocalRunner, folder: Path, kept: Kept) -> list[Answer]:
+    """All peers on one study."""
+    global_batch = prober.stated.global_batch
+    assert global_batch is not None
     limit_bytes = parse_bytes(study.memory_limit)
-    settings = ProbeSettings(memory_limit_bytes=limit_bytes, interval=0.01, max_timed_s=10.0, timeout_s=600.0)
-    with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, study.environment):
-        folder = Path(name)
-        with LocalRunner(TaskSource.of(study.model), device="cpu", logs=folder) as prober:
-            global_batch = prober.stated.global_batch
-            inspection = prober.run(InspectJob(memory_limit_bytes=limit_bytes, timeout_s=settings.timeout_s))
-            assert global_batch is not None and not isinstance(inspection, Outcome)
-            training_bytes = limit_bytes - inspection.outside_bytes
-            print(f"{study.name}: {format_bytes(training_bytes)} for training", file=sys.stderr)
-            answers = []
-            for tool in tools:
-                answers.append(ask_peer(tool, study, training_bytes, global_batch, folder))
-                print(f"  {_told(answers[-1])}", file=sys.stderr)
-            answers.append(ask_autotune(study, budget_s, folder))
+
+    def training_bytes() -> int:
+        inspection = prober.run(InspectJob(memory_limit_bytes=limit_bytes, timeout_s=TIMEOUT_S))
+        assert not isinstance(inspection, Outcome)
+        return limit_bytes - inspection.outside_bytes
+
+    own_bytes = kept.once(f"{study.label}: bytes for training", training_bytes)
+    print(f"{study.name}: {format_bytes(own_bytes)} for training", file=sys.stderr)
+    answers = []
+    for tool in tools:
+        found = kept.once(
+            f"{study.label}: {tool}", lambda tool=tool: ask_peer(tool, study, own_bytes, global_batch, folder).to_dict()
+        )
+        answers.append(Answer.from_dict(found))
+        print(f"  {_told(answers[-1])}", file=sys.stderr)
+    return answers
+
+
+def compare(study: Study, budgets_s: Iterable[float], repeats: int, tools: Iterable[str], kept: Kept) -> list[Answer]:
+    """All tools on one study, autotune's answers last."""
+    with tempfile.TemporaryDirectory() as name, prober_of(study, Path(name)) as prober:
+        answers = ask_peers(study, tools, prober, Path(name), kept)
+        for budget_s in budgets_s:
+            found = kept.once(
+                f"{study.label}: {OURS}, {budget_s:g} s",
+                lambda budget_s=budget_s: ask_autotune(study, budget_s, Path(name)).to_dict(),
+            )
+            answers.append(Answer.from_dict(found))
             print(f"  {_told(answers[-1])}", file=sys.stderr)
-            measure(answers, prober, settings, repeats)
+        measure(study, answers, prober, repeats, kept)
     return answers
 
 
@@ -223,7 +290,7 @@ def table(found: Mapping[Study, Sequence[Answer]]) -> list[str]:
         for answer in answers:
             speed = answer.samples_per_s
             cells = (
-                f"{study.name}, {study.memory_limit}",
+                study.label,
                 answer.tool,
                 answer.verbatim.replace("|", "/"),
                 answer.trained,
@@ -237,14 +304,16 @@ def table(found: Mapping[Study, Sequence[Answer]]) -> list[str]:
 
 
 def means(found: Mapping[Study, Sequence[Answer]]) -> list[str]:
-    """The geometric mean over the studies of autotune's throughput over each peer's."""
+    """The geometric mean over the studies of autotune's throughput over each peer's, for each of its budgets."""
+    tools = next(iter(found.values()))
     lines = []
-    for index, tool in enumerate(answer.tool for answer in next(iter(found.values()))[:-1]):
-        pairs = [(answers[-1].samples_per_s, answers[index].samples_per_s) for answers in found.values()]
-        ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
-        missing = f" (over {len(ratios)} of {len(pairs)} studies)" if len(ratios) < len(pairs) else ""
-        mean = times(geometric_mean(ratios)) if ratios else "-"
-        lines.append(f"autotune over {tool}: {mean} in the geometric mean{missing}")
+    for mine in (number for number, answer in enumerate(tools) if answer.is_ours):
+        for peer in (number for number, answer in enumerate(tools) if not answer.is_ours):
+            pairs = [(answers[mine].samples_per_s, answers[peer].samples_per_s) for answers in found.values()]
+            ratios = [ours / theirs for ours, theirs in pairs if ours and theirs]
+            missing = f" (over {len(ratios)} of {len(pairs)} studies)" if len(ratios) < len(pairs) else ""
+            mean = times(geometric_mean(ratios)) if ratios else "-"
+            lines.append(f"{tools[mine].tool} over {tools[peer].tool}: {mean} in the geometric mean{missing}")
     return lines
 
 
@@ -259,7 +328,7 @@ def in_short(found: Mapping[Study, Sequence[Answer]], how: str) -> list[str]:
     for study, answers in found.items():
         cells = (f"{rate(a.samples_per_s)} in {format_seconds(a.wall_s)}" if a.samples_per_s else "-" for a in answers)
         lines.append(f"| `{study.name}`, {study.memory_limit} | {' | '.join(cells)} |")
-    peers = [answer for answers in found.values() for answer in answers if answer.tool != OURS]
+    peers = [answer for answers in found.values() for answer in answers if not answer.is_ours]
     unsafe = sum(answer.trained != "yes" or bool(answer.note) for answer in peers)
     untrained = f"{unsafe} of the {len(peers)} answers of the other tools had not been trained at that size, or ran out of memory."
     return [
@@ -275,21 +344,27 @@ def main() -> None:
     """Compare, print, and write into the README."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a short budget and few repeats: does it work?")
+    parser.add_argument("--budgets", nargs="+", type=parse_seconds, default=[300.0], help="of autotune, e.g. 45s 2m")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each answer in the prober")
     parser.add_argument("--studies", nargs="+", choices=[study.name for study in STUDIES])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--keep", type=Path, help="file of what need not be asked or timed again")
     parser.add_argument("--write", action="store_true", help="into the README")
     options = parser.parse_args()
-    budget_s, repeats = (90.0, 2) if options.quick else (300.0, 5)
+    budgets_s, repeats = ([90.0], 2) if options.quick else (options.budgets, options.repeats)
     chosen = [study for study in STUDIES if study.name in (options.studies or (study.name,))]
-    found = {study: compare(study, budget_s, repeats, options.tools) for study in chosen}
+    kept = Kept(options.keep)
+    found = {study: compare(study, budgets_s, repeats, options.tools, kept) for study in chosen}
     versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("torch", "lightning", "accelerate"))
     sizes = "; ".join(f"{s.name} {' '.join('='.join(item) for item in s.environment.items())}" for s in chosen)
-    print(HOW.format(budget=format_seconds(budget_s), repeats=repeats))
+    print(HOW.format(repeats=repeats))
     print(f"Versions: {versions}. Sizes: {sizes}.\n")
     print("\n".join([*table(found), "", *means(found)]))
     if options.write:
-        took = f"within {format_seconds(budget_s)} for autotune; medians of {repeats} fresh processes"
-        write("peers", in_short(found, f"{processor_model()}, {versions}; {took}."), ROOT / "README.md")
+        profile = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+        like = f" with ONEDNN_MAX_CPU_ISA={profile}" if profile else ""
+        how = f"{processor_model()}{like}, {versions}; medians of {repeats} fresh processes."
+        write(f"peers {profile}".strip(), in_short(found, how), ROOT / "README.md")
 
 
 if __name__ == "__main__":

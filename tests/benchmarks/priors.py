@@ -18,7 +18,6 @@ With `--write` the table goes into `studies/README.md`; with `--keep FILE` what 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import tempfile
@@ -27,7 +26,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 from autotune.proposers.base import Proposer
 from autotune.records.options import SearchOptions
@@ -41,6 +39,7 @@ from autotune.tuning.explore import explore, measure_baseline, undo_changes
 from autotune.tuning.opening import open_search
 from autotune.tuning.search import search as run_search
 from tests.benchmarks.first_contact import GRIDS, PROFILES, table_of
+from tests.benchmarks.kept import Kept
 from tests.benchmarks.memory import TABLES, WIDE_TABLES
 from tests.benchmarks.searches import HEADROOM, MAX_PROBES, Scenario, Truth, Watch, write
 
@@ -111,28 +110,6 @@ def probes_until_near(scenario: Scenario, given: Sequence[PriorStudy], seed: int
         if truth.shares(watch.configs)[-1] < truth.near:
             undo_changes(search)
     return next((n for n, share in enumerate(truth.shares(watch.configs), start=1) if share >= truth.near), math.inf)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is found, by a key in words; with a file it is kept there as it comes, a line of JSON each.
-
-    Args:
-        path: of the file; None for none.
-    """
-
-    path: Path | None
-
-    def found(self) -> dict[str, Any]:
-        """What earlier runs have left."""
-        lines = self.path.read_text().splitlines() if self.path and self.path.exists() else []
-        return dict(map(json.loads, lines))
-
-    def add(self, key: str, value: Any) -> None:
-        """Keep one more."""
-        if self.path:
-            with self.path.open("a") as file:
-                file.write(json.dumps([key, value]) + "\n")
 
 
 def all_left(paths: Sequence[Path], pool: ProcessPoolExecutor, kept: Kept) -> dict[Path, PriorStudy]:
