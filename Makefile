@@ -17,7 +17,7 @@ PYTHON := $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 endif
 
-.PHONY: help demo test test-all test-avx2 test-cuda test-cuda-compiled notebooks lint bench bench-searches bench-slots bench-shared-study bench-priors bench-play-off bench-memory bench-first-contact bench-worth bench-told bench-heavy bench-compiled bench-peers test-peers clean
+.PHONY: help demo test test-all test-avx2 test-cuda test-cuda-compiled notebooks lint bench bench-searches bench-slots bench-shared-study bench-priors bench-play-off bench-memory bench-first-contact bench-worth bench-told bench-heavy bench-anytime bench-compiled bench-peers test-peers clean
 .DEFAULT_GOAL := test
 
 help:  ## list the targets
@@ -96,6 +96,9 @@ bench-told: $(VENV)/.installed-dev  ## whether the gain that a search tells is t
 
 bench-heavy: $(VENV)/.installed-dev  ## whether searches of 45 s decide about models whose steps take seconds; a quarter of an hour
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.heavy $(BENCH_ARGS)
+
+bench-anytime: $(VENV)/.installed-bench  ## when the answer so far is nearly the final one, over recorded tables, and with --live beside other tuners
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.anytime $(BENCH_ARGS)
 
 bench-compiled: $(VENV)/.installed-dev  ## what compiling adds to the answers for the studies, and when that is won back
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.benchmarks.compiled $(BENCH_ARGS)

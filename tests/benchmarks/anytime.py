@@ -7,7 +7,7 @@ Over the recorded tables whole searches run as `autotune search --replay` does: 
 speeds are the table's. With `--live` six tasks are searched for a minute, on one thread, each within a memory limit that its global
 batch exceeds: the seconds count from the command's start, imports and inspection included, and the speed of a config is the geometric
 mean of all processes of the study that ran it. Beside them stand the seconds that the batch-size finders of Lightning and Accelerate
-take within the same limit, as `make bench-peers` runs them: of those the call alone, without imports.
+take within the same limit, as `make bench-peers` runs them: the call alone. What it takes to import them is measured apart.
 
 With `--keep FILE` what that file holds is not run again, and the rest is added; the peers' answers are also read from one that
 `bench-peers` kept. With `--write` the table goes into `studies/README.md`.
@@ -161,18 +161,30 @@ class Live:
 
     Attributes:
         begun_s: when the first probe began.
-        peers: seconds by tool.
+        peers: their answers, by tool.
     """
 
     study: Study
     verdict: str
     begun_s: float
     anytime: Anytime
-    peers: Mapping[str, float]
+    peers: Mapping[str, Answer]
 
-    def is_soon(self, tool: str) -> bool:
-        """Whether the answer was there at most ten seconds after a peer's."""
-        return self.anytime.near_s <= self.peers[tool] + ALLOWED_S
+    def is_soon(self, tool: str, import_s: float = 0.0) -> bool:
+        """Whether the answer was there at most ten seconds after a peer's, to whose call its import may be added."""
+        peer = self.peers[tool]
+        return not peer.died and self.anytime.near_s <= import_s + peer.wall_s + ALLOWED_S
+
+
+def time_import(package: str) -> float:
+    """Seconds that a fresh interpreter takes to import a package: the median of three."""
+    command = [sys.executable, "-c", f"import {package}"]
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        taken.append(time.perf_counter() - started)
+    return median(taken)
 
 
 def search_live(study: Study, budget: str) -> list[dict[str, Any]]:
@@ -215,13 +227,17 @@ def really_searched(study: Study, budget: str, tools: Sequence[str], kept: Kept)
         verdict=end["verdict"],
         begun_s=next(one["elapsed_s"] for one in told if one.get("begins") == "probe"),
         anytime=Anytime.of(moments, end["elapsed_s"], speeds[techniques.complete(end["answer"])]),
-        peers={answer.tool: answer.wall_s for answer in peers},
+        peers={answer.tool: answer for answer in peers},
     )
 
 
-def live_table(found: Sequence[Live], budget: str) -> Iterator[str]:
-    """A row a task, and how many answers came soon enough."""
-    tools = list(found[0].peers)
+def live_table(found: Sequence[Live], budget: str, imports_s: Mapping[str, float]) -> Iterator[str]:
+    """A row a task, and how many answers came soon enough.
+
+    Args:
+        imports_s: seconds that the import of each tool takes.
+    """
+    tools = list(imports_s)
     yield f"Searches of {budget} on one thread of an {processor_model()}, seconds from the command's start."
     yield ""
     yield (
@@ -231,17 +247,24 @@ def live_table(found: Sequence[Live], budget: str) -> Iterator[str]:
     yield f"|{'---|' * (7 + len(tools))}"
     for one in found:
         times = one.anytime
-        seconds = (one.begun_s, times.probed_s, times.first_s, times.near_s, *one.peers.values())
-        soon = [tool for tool in tools if one.is_soon(tool)]
-        after = "each" if len(soon) == len(tools) else ", ".join(soon) or "none"
-        yield f"| {one.study.label} | {one.verdict} | {' | '.join(f'{s:.1f} s' for s in seconds)} | {after} |"
-    middle = [median(column) for column in zip(*([*one.peers.values()] for one in found), strict=True)]
-    near_s = median(one.anytime.near_s for one in found)
-    theirs = "; ".join(f"{tool} {seconds:.1f} s" for tool, seconds in zip(tools, middle, strict=True))
-    counts = ", ".join(f"{tool} {sum(one.is_soon(tool) for one in found)}" for tool in tools)
+        seconds = (f"{s:.1f} s" for s in (one.begun_s, times.probed_s, times.first_s, times.near_s))
+        theirs = (f"{'died after ' * peer.died}{peer.wall_s:.1f} s" for peer in one.peers.values())
+        after = ", ".join(filter(one.is_soon, tools)) or "none"
+        yield f"| {one.study.label} | {one.verdict} | {' | '.join([*seconds, *theirs])} | {after} |"
     yield ""
-    yield f"Medians: the answer within 5 % for good after {near_s:.1f} s; {theirs}."
-    yield f"At most {ALLOWED_S:.0f} s after each peer, of {len(found)} tasks: {counts}."
+    yield f"The answer was within 5 % for good after {median(one.anytime.near_s for one in found):.1f} s in the median."
+    for tool in tools:
+        answered = [one for one in found if not one.peers[tool].died]
+        middle_s = median(one.peers[tool].wall_s for one in answered)
+        near_s = median(one.anytime.near_s for one in answered)
+        alone = sum(one.is_soon(tool) for one in answered)
+        imported = sum(one.is_soon(tool, imports_s[tool]) for one in answered)
+        yield ""
+        yield (
+            f"{tool} answered {len(answered)} of {len(found)}, after {middle_s:.1f} s in the median (autotune on the same: "
+            f"{near_s:.1f} s); autotune's answer came at most {ALLOWED_S:.0f} s after {alone} of them, and after {imported} where the "
+            f"{imports_s[tool]:.1f} s of its import count as autotune's do."
+        )
 
 
 def main() -> None:
@@ -260,7 +283,12 @@ def main() -> None:
     if options.live:
         chosen = [one for one in LIVE if one.name in (options.tasks or (one.name,))]
         found = [really_searched(study, options.budget, options.tools, kept) for study in chosen]
-        lines = list(live_table(found, options.budget))
+        packages = {tool: tool.split(",")[0].lower() for tool in options.tools}
+        imports_s = {
+            tool: kept.once(f"import of {package}", lambda package=package: time_import(package))
+            for tool, package in packages.items()
+        }
+        lines = list(live_table(found, options.budget, imports_s))
     else:
         unseen = [path for task in GRIDS for profile in PROFILES if (path := table_of(task, profile)).exists()]
         paths = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen)]

@@ -106,6 +106,7 @@ class Answer:
         config: what the answer means with the global batch kept; None when there is none.
         wall_s: of its search.
         is_ours: whether autotune answered.
+        died: whether the tool ended without an answer of its own.
         note: what became of the answer in the prober.
     """
 
@@ -115,6 +116,7 @@ class Answer:
     config: Config | None
     wall_s: float
     is_ours: bool = False
+    died: bool = False
     note: str = ""
     samples_per_s: float | None = None
 
@@ -179,6 +181,7 @@ def ask_peer(tool: str, study: Study, training_bytes: int, global_batch: int, fo
         trained="yes" if size in trained else "no, a larger one" if max(trained, default=0) > size else "no",
         config=keeping(global_batch, size) if size else None,
         wall_s=end["wall_s"],
+        died="raised" in end,
     )
 
 
