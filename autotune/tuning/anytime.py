@@ -8,6 +8,8 @@ from autotune.records.outcome import Outcome
 from autotune.study.history import History
 from autotune.tuning.playoff import PlayOff
 
+EVEN = 0.5  # a chance below this is one to be worse
+
 Best = tuple[Config, Outcome]
 
 
@@ -16,9 +18,10 @@ def answer_so_far(
 ) -> tuple[Best | None, float | None]:
     """The best config with its outcome in the search, and the chance that it is better than the baseline.
 
-    Once a round of the play-off has ended, the best is the play-off's leader, and its rounds tell the chance. Before that each config
-    has one process, and the best was chosen because it came out above all others. The chance is then that of the model fitted to all
-    probes, which does not take such luck for speed, and believes nothing that other studies taught.
+    Once a round of the play-off has ended, the best is the play-off's leader, and its rounds tell the chance. Where they say that it is
+    more likely the worse one, the best is the baseline, if that may be the answer. Before that each config has one process, and the
+    best was chosen because it came out above all others. The chance is then that of the model fitted to all probes, which does not take
+    such luck for speed, and believes nothing that other studies taught.
 
     Returns:
         No best where nothing is feasible; no chance where the best is the baseline, or the baseline does not run.
@@ -29,6 +32,8 @@ def answer_so_far(
         evidence = play_off.evidence()
         leader = play_off.leader(evidence, compared)
         chance = 1 - evidence.difference(leader.config, base.config).chance_below(0.0)
+        if chance < EVEN and play_off.baseline_may_win:
+            return (base.config, history.known[base.config]), None
         return (leader.config, history.known[leader.config]), chance
     if best is None or baseline is None or best[0] == base_config or not history.objective.feasible(baseline):
         return best, None

@@ -103,7 +103,7 @@ class ProbeEnded:
     """A probe ended.
 
     Attributes:
-        best: the best feasible config so far; in the play-off its leader.
+        best: the best feasible config so far; in the play-off its leader, or the baseline where that is probably better.
         chance: that it is better than the baseline; None where it is the baseline, or that does not run.
     """
 

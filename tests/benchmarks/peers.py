@@ -2,9 +2,9 @@
 
 On each case study, within the same memory: PyTorch Lightning's `Tuner.scale_batch_size` (both modes), Accelerate's
 `find_executable_batch_size`, and `autotune search`. What each one answers is then timed by the same prober, in fresh
-processes, in turns. Prints a Markdown table and the geometric means; with `--write` the README gets them in short: in a table of its own
-under `ONEDNN_MAX_CPU_ISA`, which makes the processor behave like an older one. With `--keep FILE` what that file holds is not asked or
-timed again, and the rest is added, so that a comparison can be run in pieces.
+processes, in turns. Prints a Markdown table and the geometric means; with `--write` the README gets them in short, in a table
+for these budgets and for what `ONEDNN_MAX_CPU_ISA` says, which makes the processor behave like an older one. With `--keep
+FILE` what that file holds is not asked or timed again, and the rest is added, so that a comparison can be run in pieces.
 """
 
 from __future__ import annotations
@@ -367,7 +367,8 @@ def main() -> None:
         profile = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
         like = f" with ONEDNN_MAX_CPU_ISA={profile}" if profile else ""
         how = f"{processor_model()}{like}, {versions}; medians of {repeats} fresh processes."
-        write(f"peers {profile}".strip(), in_short(found, how), ROOT / "README.md")
+        name = " ".join(filter(None, ("peers", *map(format_seconds, budgets_s), profile)))
+        write(name, in_short(found, how), ROOT / "README.md")
 
 
 if __name__ == "__main__":

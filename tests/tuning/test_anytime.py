@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.records.config import Config
 from autotune.records.study import Proposal
 from autotune.tuning.anytime import answer_so_far
 from autotune.tuning.clearance import Clearance
@@ -45,3 +46,26 @@ def test_after_the_rounds_of_the_play_off_a_clear_gain_is_sure(tmp_path: Path) -
     search.listener = Chances()
     find(search, Clearance(search))
     assert told[-1] == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_the_play_off_the_baseline_stands_where_nothing_is_likely_better(tmp_path: Path, seed: int) -> None:
+    class NothingHelps(ClosedFormRunner):
+        def samples_per_s(self, config: Config) -> float:
+            return 100.0 if config == search.history.space.baseline else 93.0
+
+    played: list[ProbeEnded] = []
+
+    class Played(Listener):
+        def on(self, event: Event) -> None:
+            if isinstance(event, ProbeEnded) and search.play_off is not None and search.play_off.compared:
+                played.append(event)
+
+    search = make_search(tmp_path, NothingHelps(noise=0.05, seed=seed), seed=seed)
+    search.listener = Played()
+    find(search, Clearance(search))
+    assert played
+    for event in played:
+        assert event.best is not None
+        assert event.chance is None if event.best[0] == search.history.space.baseline else event.chance >= 0.5
+    assert played[-1].best[0] == search.history.space.baseline
