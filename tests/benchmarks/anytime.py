@@ -38,6 +38,7 @@ from autotune.runners.replay import ReplayRunner
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.search import search as run_search
+from autotune.units import plural
 from tests.benchmarks.first_contact import GRIDS, PROFILES, table_of
 from tests.benchmarks.kept import Kept
 from tests.benchmarks.memory import TABLES, WIDE_TABLES
@@ -141,7 +142,7 @@ def replayed(paths: Sequence[Path], seeds: int, workers: int, kept: Kept) -> dic
 
 def recorded_table(found: Mapping[str, Sequence[Anytime]], seeds: int) -> Iterator[str]:
     """A row a task: medians over its tables, limits and seeds, and the most."""
-    yield f"{seeds} seeds of each table, with and without a limit that binds; medians, and in brackets the most."
+    yield f"{plural(seeds, 'seed')} of each table, with and without a limit that binds; medians, and in brackets the most."
     yield ""
     yield "| tables of | searches | first probe | within 5 % for the first time | for good | the whole search |"
     yield "|---|---|---|---|---|---|"
