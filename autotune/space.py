@@ -91,6 +91,17 @@ class Space:
             full[ACCUMULATION] = plan.accumulation_steps
         return Config(tuple(full.items()))
 
+    def snap(self, choices: Mapping[str, Choice]) -> Config:
+        """The config with these choices as far as the space has them; on a scale the nearest one."""
+        found: dict[str, Choice] = {}
+        for name, choice in choices.items():
+            among = self.choices[name]
+            if self.techniques.is_ordered(name) or name == BATCH_SIZE:
+                found[name] = min(among, key=lambda one: abs(int(one) - int(choice)))
+            elif choice in among:
+                found[name] = choice
+        return self.complete(found)
+
     @cached_property
     def _switched(self) -> list[Technique]:
         """The techniques that some config of the space has on."""

@@ -28,6 +28,7 @@ from autotune.study.history import History
 T = TypeVar("T")
 
 LIKELY = 0.5
+CLEARLY = 1.05  # times the baseline's merit: single probes differ by some per cent
 ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueError
 
 
@@ -135,6 +136,24 @@ class CostModel:
                 )
             return otherwise()
 
+    def lent(self, history: History) -> tuple[Config, Outcome] | None:
+        """The first config that ran here with the techniques that were best in the most alike study; None where none did."""
+        if not (first := self.taught.first()):
+            return None
+        best, baseline = history.space.snap(first), history.space.baseline
+        ran = (one for one in history.evidence if one[0].has_techniques_of(best) and one[0] != baseline)
+        return next(ran, None)
+
+    def is_borne_out(self, history: History) -> bool:
+        """Whether that config was clearly faster than the baseline.
+
+        Until then a search goes on as if it had been taught nothing, so that a study that misleads costs one probe.
+        """
+        lent, baseline, merit = self.lent(history), history.baseline, history.objective.merit
+        if lent is None or baseline is None or not baseline.ok or not lent[1].ok:
+            return False
+        return merit(lent[1]) > CLEARLY * merit(baseline)
+
     def _acquisition(self, history: History) -> Acquisition:
         """The acquisition fitted to the history, cached because a proposal and its prediction are asked for one after the other."""
         space, peaks, probes = known = history.space, self._peaks(), history.evidence
@@ -160,7 +179,7 @@ class CostModel:
                 probes,
                 lengths,
                 Roofline.of(self._calibration, peaks),
-                self.taught.said(history.space),
+                self.taught.said(history.space) if self.is_borne_out(history) else {},
                 self.taught.chance_to_hold,
             ),
             memory_model,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from autotune.proposers.base import FirstOf, Proposer
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.one_at_a_time import TakeApart, TryAlone, UndoChanges
-from autotune.proposers.taught import StartWhereOthersEnded
+from autotune.proposers.taught import OnOwnJudgement, StartWhereOthersEnded
 from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Config
 from autotune.records.study import Proposal
 from autotune.study.history import History
@@ -62,7 +62,8 @@ def _has_more(winner: Config, best: Config, techniques: Techniques) -> bool:
 def _never_on_trust(cost_model: CostModel, seed: int) -> Proposer:
     undo = UndoChanges(cost_model.is_likely_to_fit)
     first = StartWhereOthersEnded(cost_model)
-    return FirstOf([first, TakeApart(cost_model), CarryOver(cost_model), cost_model, undo, TryAlone(cost_model)])
+    own = FirstOf([TakeApart(cost_model), CarryOver(cost_model), cost_model, undo, TryAlone(cost_model)])
+    return FirstOf([first, OnOwnJudgement(own, cost_model)])
 
 
 SAMPLERS = {"cost-model": _never_on_trust}

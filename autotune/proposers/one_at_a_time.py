@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from autotune.proposers.acquisition import Pair, Switch, pairs_of
 from autotune.proposers.cost_model import CostModel
-from autotune.proposers.taught import has_switches_of, in_space
 from autotune.records.config import ACCUMULATION, Config
 from autotune.records.objective import Objective
 from autotune.records.study import ABLATION, Prediction, Proposal
@@ -15,7 +14,6 @@ from autotune.space import Space
 from autotune.study.history import History
 
 SLOW = 0.95  # of the best's merit: a probe below that asks for an explanation
-LIKELY = 0.5  # chance to win from which a probe was expected to
 FAILED = 0.1  # of the best's merit: what a failed probe is taken to have, so that a slow one may explain it
 
 
@@ -74,19 +72,7 @@ class TakeApart:
 
     def propose(self, history: History) -> Proposal | None:
         """The most promising suspect alone; None when nothing is left to explain."""
-        return _likeliest(_suspects(history, self._on_anothers_word(history)), history, self._cost_model)
-
-    def _on_anothers_word(self, history: History) -> Collection[Config]:
-        """What was probed because it won in another study, and was not expected to win: where it is slow, that study is the reason."""
-        if not (first := self._cost_model.taught.first()):
-            return ()
-        taught = in_space(first, history.space)
-        return [
-            trial.config
-            for trial in history.searched
-            if has_switches_of(taught, trial.config)
-            and ((trial.prediction and trial.prediction.chance_to_win) or 0.0) < LIKELY
-        ]
+        return _likeliest(_suspects(history), history, self._cost_model)
 
 
 class TryAlone:
@@ -169,13 +155,10 @@ def _likeliest(changes: Iterable[tuple[Config, Switch]], history: History, cost_
     return Proposal(config=config, stage=ABLATION, reason=reason)
 
 
-def _suspects(history: History, excused: Collection[Config]) -> list[tuple[Config, Switch]]:
+def _suspects(history: History) -> list[tuple[Config, Switch]]:
     """The new switches of probes that had several and failed or were slow, where none of them is known to be the reason.
 
     Each comes with the config that was the best before that probe.
-
-    Args:
-        excused: configs that ask for no explanation.
     """
     evidence, objective, techniques = history.evidence, history.objective, history.space.techniques
     pairs = pairs_of(evidence, techniques)
@@ -183,7 +166,7 @@ def _suspects(history: History, excused: Collection[Config]) -> list[tuple[Confi
     best: tuple[Config, float] | None = None
     for place, (config, outcome) in enumerate(evidence):
         merit = objective.merit(outcome) if outcome.ok else 0.0
-        if best is not None and merit < SLOW * best[1] and config not in excused:
+        if best is not None and merit < SLOW * best[1]:
             loss = max(merit / best[1], FAILED)
             new = [switch for switch in config.differences(best[0]).items() if switch[0] in techniques]
             before = pairs_of(evidence[:place], techniques) if len(new) > 1 else {}

@@ -1,13 +1,13 @@
-"""Starts where like studies ended: what was best there is the first thing to try after the baseline."""
+"""Starts where like studies ended: what was best there is the first thing to try after the baseline. Where it does not win, the search
+goes on as if it had not been tried, so that studies that mislead cost one probe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from autotune.proposers.base import Proposer
 from autotune.proposers.cost_model import CostModel
-from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Choice, Config
+from autotune.records.config import BATCH_SIZE, Config
 from autotune.records.study import Proposal
-from autotune.space import Space
 from autotune.study.history import History
 
 
@@ -23,9 +23,9 @@ class StartWhereOthersEnded:
         if not first or history.best is None:
             return None
         space, admissible = history.space, history.admissible()
-        config = in_space(first, space)
+        config = space.snap(first)
         tried = (*history.known, *history.running)
-        if any(has_switches_of(config, other) for other in tried if other != space.baseline) or config in tried:
+        if any(config.has_techniques_of(other) for other in tried if other != space.baseline) or config in tried:
             return None
         sizes = sorted(
             (int(size) for size in space.choices[BATCH_SIZE] if int(size) <= config.batch_size), reverse=True
@@ -38,18 +38,24 @@ class StartWhereOthersEnded:
         return None
 
 
-def in_space(choices: Mapping[str, Choice], space: Space) -> Config:
-    """The config with these choices as far as the space has them; on a scale the nearest one."""
-    found: dict[str, Choice] = {}
-    for name, choice in choices.items():
-        among = space.choices[name]
-        if space.techniques.is_ordered(name) or name == BATCH_SIZE:
-            found[name] = min(among, key=lambda one: abs(int(one) - int(choice)))
-        elif choice in among:
-            found[name] = choice
-    return space.complete(found)
+class OnOwnJudgement:
+    """Another proposer's proposals, which what like studies ended with does not change where it has not won.
 
+    A slow config tells the models something, too, but a search that it sends another way may take many more probes. It counts from
+    where the proposer would have it probed.
+    """
 
-def has_switches_of(config: Config, other: Config) -> bool:
-    """Whether two configs differ in nothing but their batch."""
-    return config.differences(other).keys() <= {*BATCH_KEYS}
+    def __init__(self, proposer: Proposer, cost_model: CostModel) -> None:
+        self._proposer, self._cost_model = proposer, cost_model
+        self._counted: set[Config] = set()
+
+    def propose(self, history: History) -> Proposal | None:
+        """The proposal of a search that was taught nothing, as long as what it was taught has not won."""
+        lent = self._cost_model.lent(history)
+        if lent is None or not lent[1].ok or lent[0] in self._counted or self._cost_model.is_borne_out(history):
+            return self._proposer.propose(history)
+        proposal = self._proposer.propose(history.without(lent[0]))
+        if proposal is None or proposal.config != lent[0]:
+            return proposal
+        self._counted.add(lent[0])
+        return self._proposer.propose(history)

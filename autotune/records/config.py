@@ -207,6 +207,10 @@ class Config(Mapping[str, Choice]):
         """This config's choices that differ from `other`'s."""
         return {key: choice for key, choice in self.choices if choice != other[key]}
 
+    def has_techniques_of(self, other: Config) -> bool:
+        """Whether the two differ in nothing but their batch."""
+        return self.differences(other).keys() <= {*BATCH_KEYS}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSettings(Record):

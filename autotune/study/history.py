@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Choice, Config
@@ -57,6 +58,13 @@ class History:
         baselines = {space.baseline, *(trial.config for trial in trials if trial.stage == BASELINE)}
         unknown = {trial.number for trial in trials if not objective.is_known(trial.outcome)}
         self._retryable = retryable(trials, baselines, timeout_s, objective) | unknown
+
+    def without(self, config: Config) -> History:
+        """The history as it would be if a config had not been probed."""
+        other = copy(self)
+        other._trials = [trial for trial in self._trials if trial.config != config]
+        other._known = (-1, None, {})
+        return other
 
     def append(self, trial: Trial) -> None:
         """Add a trial that has just finished."""

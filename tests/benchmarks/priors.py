@@ -140,7 +140,7 @@ def all_probes(
 def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorStudy]]:
     """What searches over a table are given, by name."""
     own, task = left[path], path.parent.name
-    others = {other: study for other, study in left.items() if other != path}
+    others = {other: _of_processor(other, study) for other, study in left.items() if other != path}
     another = next(s for p, s in others.items() if p.parent.name == OTHERS.get(task, "gpt"))
     return {
         "nothing": [],
@@ -150,6 +150,14 @@ def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorSt
         "other": [replace(another, name="other", circumstances=own.circumstances)],
         "false": [replace(_upside_down(own), name="false")],
     }
+
+
+def _of_processor(path: Path, study: PriorStudy) -> PriorStudy:
+    """The study as one of the processor that its table was recorded on: a replay takes all tables for this machine's."""
+    if path.stem not in PROFILES:
+        return study
+    environment = {"ONEDNN_MAX_CPU_ISA": path.stem.upper()}
+    return replace(study, circumstances=replace(study.circumstances, environment=environment))
 
 
 def _upside_down(study: PriorStudy) -> PriorStudy:
