@@ -3,7 +3,9 @@
 The pairs of a play-off say how much equal processes differ within one search. They cannot say how much the machine differs between
 the search and the hour after it. That is learned from `Recheck`s, each of which holds a gain that was told and the same gain seen
 later. The variance between occasions follows by the method of moments from what the two noises leave unexplained (DerSimonian and
-Laird, Meta-analysis in clinical trials, Controlled Clinical Trials 7, 1986), beside a prior that weighs as much as `PRIOR_DF` rechecks.
+Laird, Meta-analysis in clinical trials, Controlled Clinical Trials 7, 1986), beside a prior that weighs as much as `PRIOR_DF` exact
+rechecks. A square's variance grows with the square of what it is expected to be, so a recheck of a gain that was told or seen with much
+noise weighs little.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ from autotune.study.figures import undisturbed
 from autotune.tuning.entrant import Ratio, samples_per_s
 
 PRIOR_STD = 0.03  # of the logarithm of a gain between two occasions, before any recheck on this machine
-PRIOR_DF = 4.0  # rechecks that the prior weighs as much as
+PRIOR_DF = 4.0  # rechecks without noise that the prior weighs as much as
 LEAST_STD = 0.005  # no machine is trusted to repeat a gain more closely
 ALONE_STD = 0.02  # between equal processes, where a recheck has one of each
 
 
 def later_std(rechecks: Sequence[Recheck]) -> float:
     """The standard deviation of the logarithm of a gain between a search and a later run."""
-    unexplained = sum(_difference(recheck) ** 2 - _noise(recheck) for recheck in rechecks)
-    found = (PRIOR_DF * PRIOR_STD**2 + unexplained) / (PRIOR_DF + len(rechecks))
+    weights = [(PRIOR_STD**2 / (PRIOR_STD**2 + _noise(recheck))) ** 2 for recheck in rechecks]
+    unexplained = sum(
+        weight * (_difference(recheck) ** 2 - _noise(recheck))
+        for weight, recheck in zip(weights, rechecks, strict=True)
+    )
+    found = (PRIOR_DF * PRIOR_STD**2 + unexplained) / (PRIOR_DF + sum(weights))
     return max(LEAST_STD, math.sqrt(max(0.0, found)))
 
 

@@ -44,6 +44,11 @@ def test_what_the_two_measurements_own_noise_explains_is_not_taken_for_a_differe
     assert later_std(seen) < 0.05
 
 
+def test_a_gain_that_was_told_with_a_wide_interval_teaches_little() -> None:
+    assert later_std([recheck(2.05, ci=(1.6, 2.5))]) == pytest.approx(PRIOR_STD, rel=0.05)
+    assert later_std([recheck(2.3), recheck(2.0, ci=(1.0, 4.0))]) > PRIOR_STD
+
+
 def test_no_machine_is_trusted_to_repeat_a_gain_exactly() -> None:
     assert later_std([recheck(2.0) for _ in range(1000)]) == pytest.approx(LEAST_STD)
 
