@@ -1,5 +1,5 @@
-"""Starts where like studies ended: what was best there is the first thing to try after the baseline. Where it does not win, the search
-goes on as if it had not been tried, so that studies that mislead cost one probe.
+"""Starts where like studies ended: what was best there is the first thing to try after the baseline. The search goes on as if it had not
+been tried, so that studies that mislead cost one probe.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class StartWhereOthersEnded:
 
 
 class OnOwnJudgement:
-    """Another proposer's proposals, which what like studies ended with does not change where it has not won.
+    """Another proposer's proposals, which what like studies ended with does not change.
 
-    A slow config tells the models something, too, but a search that it sends another way may take many more probes. It counts from
-    where the proposer would have it probed.
+    It tells the models something, too, but a search that it sends another way may take many more probes. It counts from where the
+    proposer would have it probed.
     """
 
     def __init__(self, proposer: Proposer, cost_model: CostModel) -> None:
@@ -50,9 +50,9 @@ class OnOwnJudgement:
         self._counted: set[Config] = set()
 
     def propose(self, history: History) -> Proposal | None:
-        """The proposal of a search that was taught nothing, as long as what it was taught has not won."""
+        """The proposal of a search that was taught nothing; of one that was taught, once it agrees."""
         lent = self._cost_model.lent(history)
-        if lent is None or not lent[1].ok or lent[0] in self._counted or self._cost_model.is_borne_out(history):
+        if lent is None or lent[0] in self._counted:
             return self._proposer.propose(history)
         proposal = self._proposer.propose(history.without(lent[0]))
         if proposal is None or proposal.config != lent[0]:
