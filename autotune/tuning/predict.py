@@ -196,16 +196,16 @@ class Question:
             return dict(zip(places, self.peaks(configs), strict=True))
 
         smallest = peaks_at(dict.fromkeys(range(len(combinations)), 0))
-        bounds = {number: (0, len(sizes)) for number, peak in smallest.items() if peak is not None}
+        found = {number: peak for number, peak in smallest.items() if peak is not None}
+        bounds = {number: (0, len(sizes)) for number in found}
         while middles := {number: (low + high) // 2 for number, (low, high) in bounds.items() if low < high}:
             for number, peak in peaks_at(middles).items():
                 (low, high), middle = bounds[number], middles[number]
-                bounds[number] = (middle + 1, high) if self.fits(peak) else (low, middle)
-        num_fitting = {number: low for number, (low, _) in bounds.items()}
-        found = peaks_at({number: max(0, num - 1) for number, num in num_fitting.items()})
-        return [
-            self._group(peak, num_fitting[number], len(sizes)) for number, peak in found.items() if peak is not None
-        ]
+                if peak is not None and self.fits(peak):
+                    bounds[number], found[number] = (middle + 1, high), peak
+                else:
+                    bounds[number] = (low, middle)
+        return [self._group(peak, bounds[number][0], len(sizes)) for number, peak in found.items()]
 
     def _group(self, peak: PredictedPeak, num_fitting: int, num_sizes: int) -> GroupPrediction:
         shaping = {name: choice for name, choice in peak.config.items() if self.shapes_memory(name)}
