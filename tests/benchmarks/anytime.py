@@ -39,7 +39,7 @@ from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.search import search as run_search
 from autotune.units import plural
-from tests.benchmarks.first_contact import GRIDS, PROFILES, table_of
+from tests.benchmarks.first_contact import unseen_tables
 from tests.benchmarks.kept import Kept
 from tests.benchmarks.memory import TABLES, WIDE_TABLES
 from tests.benchmarks.peers import STUDIES, Answer, Study, ask_peers, prober_of
@@ -291,8 +291,7 @@ def main() -> None:
         }
         lines = list(live_table(found, options.budget, imports_s))
     else:
-        unseen = [path for task in GRIDS for profile in PROFILES if (path := table_of(task, profile)).exists()]
-        paths = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen)]
+        paths = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen_tables())]
         lines = list(recorded_table(replayed(paths, options.seeds, options.workers, kept), options.seeds))
     print("\n".join(lines))
     if options.write:

@@ -83,9 +83,14 @@ def record(tasks: Iterable[str], under: Iterable[str]) -> None:
             print(f"{task} {profile}: recorded", file=sys.stderr, flush=True)
 
 
+def unseen_tables(tasks: Iterable[str] = GRIDS) -> list[Path]:
+    """The tables that are recorded, of each task under each profile."""
+    return [path for task in tasks for profile in PROFILES if (path := table_of(task, profile)).exists()]
+
+
 def replayed(tasks: Iterable[str], seeds: int, workers: int) -> list[str]:
     """Searches over the recorded tables, and which profiles they cover."""
-    paths = [path for task in tasks for profile in PROFILES if (path := table_of(task, profile)).exists()]
+    paths = unseen_tables(tasks)
     scenarios = [Scenario(path, tight) for path in paths for tight in (False, True)]
     found = searches(scenarios, ("cost-model",), seeds, workers, keep=None)
     missing = [name for name in PROFILES if not any(path.stem == name for path in paths)]

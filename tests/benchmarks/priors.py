@@ -38,7 +38,7 @@ from autotune.tuning.events import Listener
 from autotune.tuning.explore import explore, measure_baseline, undo_changes
 from autotune.tuning.opening import open_search
 from autotune.tuning.search import search as run_search
-from tests.benchmarks.first_contact import GRIDS, PROFILES, table_of
+from tests.benchmarks.first_contact import PROFILES, unseen_tables
 from tests.benchmarks.kept import Kept
 from tests.benchmarks.memory import TABLES, WIDE_TABLES
 from tests.benchmarks.searches import HEADROOM, MAX_PROBES, Scenario, Truth, Watch, write
@@ -225,8 +225,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="file of what need not be run again")
     parser.add_argument("--write", action="store_true", help="into the studies' README")
     options = parser.parse_args()
-    unseen = [path for task in GRIDS for profile in PROFILES if (path := table_of(task, profile)).exists()]
-    every = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen)]
+    every = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen_tables())]
     wanted = [path.absolute() for path in options.tables] if options.tables else every
     kept = Kept(options.keep)
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
