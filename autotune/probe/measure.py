@@ -254,8 +254,9 @@ class Run:
         if is_long:
             self._count_settled(typical.update_s)
         self._observers.start()
-        done = num_whole = 0
-        while not done or not self._timing.is_done(num_whole, self._spent_s):
+        num_whole = 0
+        is_done = False
+        while not is_done:
             if is_long and self.settings.phases and not phases:
                 phases = self._phases()
                 step_s = sum(phases.values())
@@ -271,9 +272,9 @@ class Run:
                 block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
                 blocks.add(count * self._samples / block_s, block_s)
                 num_whole += count
-            done += 1
             self._require_finite_loss(self.num_steps)
             self._observers.sample(self.num_steps)
+            is_done = self._timing.is_done(num_whole, self._spent_s)
         self._observers.end()
         return phases
 

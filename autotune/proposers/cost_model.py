@@ -28,7 +28,7 @@ from autotune.study.history import History
 T = TypeVar("T")
 
 LIKELY = 0.5
-CLEARLY = 1.05  # times the baseline's merit: single probes differ by some per cent
+CLEARLY = 1.05  # times another's merit: single probes differ by some per cent
 ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueError
 
 
@@ -144,7 +144,7 @@ class CostModel:
         ran = (one for one in history.evidence if one[0].has_techniques_of(best) and one[0] != baseline)
         return next(ran, None)
 
-    def is_borne_out(self, history: History) -> bool:
+    def _is_borne_out(self, history: History) -> bool:
         """Whether that config was clearly faster than the baseline.
 
         Until then a search goes on as if it had been taught nothing, so that a study that misleads costs one probe.
@@ -179,7 +179,7 @@ class CostModel:
                 probes,
                 lengths,
                 Roofline.of(self._calibration, peaks),
-                self.taught.said(history.space) if self.is_borne_out(history) else {},
+                self.taught.said(history.space) if self._is_borne_out(history) else {},
                 self.taught.chance_to_hold,
             ),
             memory_model,

@@ -6,15 +6,13 @@ Techniques may need or hinder each other, so what won at another batch size is a
 from __future__ import annotations
 
 from autotune.proposers.base import FirstOf, Proposer
-from autotune.proposers.cost_model import CostModel
+from autotune.proposers.cost_model import CLEARLY, CostModel
 from autotune.proposers.one_at_a_time import TakeApart, TryAlone, UndoChanges
 from autotune.proposers.taught import OnOwnJudgement, StartWhereOthersEnded
 from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Config
 from autotune.records.study import Proposal
 from autotune.study.history import History
 from autotune.techniques import Techniques
-
-BETTER = 1.05  # times the merit of any other at that batch size: single probes differ by some per cent
 
 
 class CarryOver:
@@ -46,7 +44,7 @@ def _winners(history: History) -> list[Config]:
     winners = []
     for at_size in merits.values():
         first, *others = sorted(at_size, key=lambda config: at_size[config], reverse=True)
-        if others and at_size[first] > BETTER * at_size[others[0]]:
+        if others and at_size[first] > CLEARLY * at_size[others[0]]:
             winners.append(first)
     return winners
 

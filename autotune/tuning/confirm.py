@@ -136,9 +136,8 @@ def _open_play_off(search: Search) -> PlayOff:
         timed = settings.replace(
             max_timed_s=timed_s(),
             known_peak_bytes=_known_peak_bytes(history, config),
-            seed=settings.seed
-            + 1
-            + number,  # what samples of unequal work are drawn differs between rounds, not within one
+            # what samples of unequal work are drawn differs between rounds, not within one
+            seed=settings.seed + 1 + number,
         )
         trial = None  # after a fault it is run again
         while trial is None and search.store.holds_play_off and not search.interrupted() and search.left_s > 0:
