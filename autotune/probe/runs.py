@@ -79,13 +79,21 @@ class Runs:
     _initial: tuple[Tensors, Tensors] | None = None  # parameters and buffers, on the host
 
     def in_double(self) -> Runs:
-        """The same runs from the same weights, with model and data in double precision."""
+        """The same runs from the same weights, with model and data in double precision, also where a technique draws a batch."""
 
         def double(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.double() if tensor.is_floating_point() else tensor
 
-        build_model = self.task.build_model
-        task = dataclasses.replace(self.task, build_model=lambda *variant: build_model(*variant).double())
+        def doubled(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            return lambda asked: map_tensors(double, make(asked))
+
+        build_model, make_batch = self.task.build_model, self.task.make_batch
+        task = dataclasses.replace(
+            self.task,
+            build_model=lambda *variant: build_model(*variant).double(),
+            make_batch=None if make_batch is None else doubled(make_batch),
+            collate_fn=doubled(self.task.collate_fn or torch.utils.data.default_collate),
+        )
         batch, part = (map_tensors(double, samples) for samples in (self.batch, self.part))
         return dataclasses.replace(self, task=task, batch=batch, part=part, is_double=True)
 

@@ -321,26 +321,31 @@ def test_a_model_that_magnifies_rounding_is_not_blamed_on_an_exact_technique():
     assert check.passed, check.reason
 
 
-def test_a_gradient_that_turns_on_one_rounding_is_judged_in_double_precision(monkeypatch):
-    class Kinked(nn.Module):
-        """`sign` jumps where its argument is zero but for the order in which four numbers are added."""
+class Kinked(nn.Module):
+    """`sign` jumps where its argument is zero but for the order in which four numbers are added."""
 
-        def __init__(self):
-            super().__init__()
-            self.head, self.reverse = nn.Linear(16, 4), False
+    def __init__(self):
+        super().__init__()
+        self.head, self.reverse = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4)), False
 
-        def forward(self, x):
-            numbers = [0.1, 0.2, 0.3, -0.6]
-            total = torch.zeros(())
-            for number in reversed(numbers) if self.reverse else numbers:
-                total = total + torch.tensor(number, dtype=x.dtype)
-            return self.head(x) * (1 + 0.1 * torch.sign(total.where(total.abs() > 1e-12, 0)))
+    def forward(self, x):
+        numbers = [0.1, 0.2, 0.3, -0.6]
+        total = torch.zeros(())
+        for number in reversed(numbers) if self.reverse else numbers:
+            total = total + torch.tensor(number, dtype=x.dtype)
+        return self.head(x) * (1 + 0.1 * torch.sign(total.where(total.abs() > 1e-12, 0)))
 
+
+@pytest.mark.parametrize(
+    "others",
+    [{}, pytest.param({"inplace_activations": True}, id="beside a technique that tries batches of its own")],
+)
+def test_a_gradient_that_turns_on_one_rounding_is_judged_in_double_precision(monkeypatch, others):
     def reverse(technique, build, choice):
         build.model.reverse = True
 
     monkeypatch.setattr(type(TECHNIQUES["channels_last"]), "apply", reverse)
-    check = run_checks(task_of(Kinked), {"channels_last": True}, "cpu", batch_size=8)
+    check = run_checks(task_of(Kinked), {"channels_last": True, **others}, "cpu", batch_size=8)
     assert check.gradient_error > EXACT_ERROR
     assert check.passed, check.reason
     assert "in double precision" in check.reason
