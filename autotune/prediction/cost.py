@@ -34,6 +34,7 @@ from autotune.techniques import Factor
 RESIDUAL_FACTORS = ((0.5, 0.2), (1.0, 0.4), (2.0, 0.2), (4.0, 0.12), (8.0, 0.08))  # with prior weights
 STUDENT_FREEDOM = 4.0  # degrees of freedom of the noise: an outlier of six standard deviations counts an eighth
 TERM_NOISE = 0.35  # standard deviation of what is measured of a term alone
+VAGUE = 100.0  # standard deviation of the share that is expected of a term, once it was measured alone
 MAX_STEPS = 12  # of Gauss-Newton
 LARGEST_STEP = 2.0  # of a parameter, in logarithms
 SETTLED = 1e-4  # a step this small changes nothing
@@ -343,7 +344,7 @@ class CostModel:
         The prior is taken out of the posterior, both normal: precisions are subtracted. Left out are the first term, which is in units
         of cost, and parameters of which the observations say next to nothing.
         """
-        prior, posterior = np.diag(self._layout.covariance), (self._spread**2).sum(axis=1)
+        prior, posterior = self._prior_variances(), (self._spread**2).sum(axis=1)
         found = {}
         for place, name in enumerate(self._layout.parameters[1:], start=1):
             if posterior[place] < TELLING * prior[place]:
@@ -405,6 +406,17 @@ class CostModel:
         ]
         self._alone_features = np.array([self._design.features[row, term] for row, term, _ in alone])
         self._alone_values = np.array([value - self._design.scales[row, term] for row, term, value in alone])
+        # Else a share far below the expected one (batches that are made ahead) would be put down to the other terms as well.
+        self._precision = self._layout.precision.copy()
+        for term in {term for _, term, _ in alone}:
+            self._precision[term, term] = VAGUE**-2
+
+    def _prior_variances(self) -> Array:
+        """Of each parameter, (p,)."""
+        variances = np.diag(self._layout.covariance).copy()
+        measured = np.diag(self._precision) < np.diag(self._layout.precision)
+        variances[measured] = 1 / np.diag(self._precision)[measured]
+        return variances
 
     def _step_until_settled(self) -> None:
         """Gauss-Newton: each step is a generalised least-squares fit of the model linearised at the last one."""
@@ -416,8 +428,8 @@ class CostModel:
             self._root = np.linalg.cholesky(covariance)
             self._whitened_slopes = np.linalg.solve(self._root, slopes)
             aim = np.linalg.solve(self._root, self._values - value + slopes @ self._parameters)
-            information = self._layout.precision + self._whitened_slopes.T @ self._whitened_slopes
-            moment = self._layout.precision @ self._layout.mean + self._whitened_slopes.T @ aim
+            information = self._precision + self._whitened_slopes.T @ self._whitened_slopes
+            moment = self._precision @ self._layout.mean + self._whitened_slopes.T @ aim
             if len(self._alone_values):
                 weighted = self._alone_features.T / TERM_NOISE**2
                 information += weighted @ self._alone_features

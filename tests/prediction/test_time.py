@@ -107,6 +107,18 @@ def test_a_measured_optimizer_step_tells_what_larger_batches_save(free_space: Sp
     assert gain(0.5) > 1.3 > 1.1 > gain(0.005)
 
 
+def test_a_phase_that_takes_next_to_nothing_says_nothing_of_what_techniques_do(space: Space) -> None:
+    plain, reduced = space.baseline, space.complete({"amp": "bf16"})
+
+    def gain(**changes: object) -> float:
+        model = TimeModel(space, [ran(reduced, 50.0, **changes)])
+        return speed_of(model, reduced) / speed_of(model, plain)
+
+    step_s = space.baseline.samples_per_step / 50.0
+    phases = {"data": 3e-5, "forward": 0.3 * step_s, "backward": 0.7 * step_s, "optimizer": 9e-4}
+    assert gain(phases_s=phases) == pytest.approx(gain(), rel=0.1)
+
+
 def test_what_accumulates_already_has_no_optimizer_step_to_save(space: Space) -> None:
     baseline = space.baseline
     phases = {"data": 0.0, "forward": 0.5, "backward": 0.9, "optimizer": 0.5}
