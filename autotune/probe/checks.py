@@ -37,6 +37,7 @@ TELLING_COSINE = 0.875  # the same angle, at equal norms
 # Error of the parameters after several steps, relative to how far they moved. Adam divides a gradient by its own size, so the
 # rounding of a gradient near zero decides the whole step.
 MOVEMENT_ERROR = 1e-3
+NO_NOISE = Difference(loss=0.0, gradient=0.0, cosine=1.0, size=0.0, buffers=0.0, movement=0.0)
 DOUBLE_ERROR = 1e-9  # in double precision, where fp32 disagrees: as far above rounding as `EXACT_ERROR` is in fp32
 
 
@@ -54,8 +55,9 @@ def run_checks(
     of the state dict. Where the config's techniques are exact, they may have a relative error of 1e-5 or ten times the
     model's own noise, and `Technique.check_steps` asks for more steps. Otherwise the gradient's cosine must be 0.999, or
     the error at most twice that of plain fp32 with parameters rounded to the same type, and the gradient's size must be right
-    within 20 %. The check is undecided where the model magnifies rounding so much that a wrong gradient differs hardly more
-    than a right one. Checkpointing, optimizer and loader are compared with dropout on, since they must keep its random state.
+    within 20 %. That noise is found only where it matters. The check is undecided where the model magnifies rounding so much that a
+    wrong gradient differs hardly more than a right one. Checkpointing, optimizer and loader are compared with dropout on, since they
+    must keep its random state.
     If a config also changes dtype, layout or micro batch, dropout is the identity on both sides: check each technique alone, too.
 
     Args:
@@ -134,16 +136,17 @@ class _Comparison:
         part = deal_parts(self.task, batch, self.batch_size, self.world)
         options = (self.techniques, self.num_steps, self.same_masks, self.world)
         runs = Runs(self.task, self.device, batch, part, *options)
-        plain = runs.run(self.plain)
-        noise = worst(
-            difference(plain, runs.run(self.plain)),
-            difference(plain, runs.run(self.plain, prepare_model=_move_by_one_ulp)),
-        )
+        plain = alone = runs.run(self.plain)
         as_copies = runs.batch_statistics and self.world.size > 1 and not self.changes_learning
         if as_copies:
             plain = runs.run(self.plain, together=True)
         candidate = runs.run(self.config, together=True)
-        found = difference(plain, candidate)
+        found, noise = difference(plain, candidate), NO_NOISE
+        if self.complaints(found, noise):
+            noise = worst(
+                difference(alone, runs.run(self.plain)),
+                difference(alone, runs.run(self.plain, prepare_model=_move_by_one_ulp)),
+            )
         complaints, noise, undecided = self._judge(runs, plain, found, noise)
         cause = tuple(self.causes(runs, plain, candidate, noise)) if complaints else ()
         notes = self.notes

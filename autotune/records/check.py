@@ -21,7 +21,8 @@ class Check(Record):
     gradient_cosine: float
     buffer_error: float  # relative, after one step
     names_equal: bool  # parameter names and state_dict keys unchanged
-    noise: float  # relative gradient difference between plain runs: repeated, or with all parameters moved by one ulp
+    # relative gradient difference between plain runs: repeated, or with all parameters moved by one ulp; 0 where it was not needed
+    noise: float
     passed: bool | None  # None: the model magnifies rounding so far that the comparison says little
     reason: str = ""
     num_samples: int = 0  # that were compared, by all processes together; 0 in a check of an older version
