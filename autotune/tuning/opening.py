@@ -16,6 +16,7 @@ from autotune.devices import capabilities_of
 from autotune.devices.calibration import arithmetic
 from autotune.devices.slots import Slots, find_slots
 from autotune.errors import ConfigError, StudyError
+from autotune.lazy import import_ahead
 from autotune.prediction.priors import Taught
 from autotune.proposers import sampler_named
 from autotune.proposers.cost_model import CostModel
@@ -59,6 +60,8 @@ MAX_TRACE_SHARE = 0.05  # of the budget, for tracing between the probes
 STEP_SHARE = 0.02  # of the budget: the longest micro step that is tried
 EVALUATION_SHARE = 0.15  # of the budget that the start left, where the batch size for evaluation is asked for
 OWN_SHARE = 0.5  # of the budget that the start left, for what the user trains, where something else is ranked beside it
+# The study's file and the cost model need them; half a second, in which the search would wait for the process that imports torch.
+LATER = ("alembic.command", "alembic.script", "sqlalchemy.dialects.sqlite", "scipy.linalg", "scipy.special")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +202,10 @@ def open_search(
             _require_figure(options, slots)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
             asked = kept.options_to_repeat(options, source)
-            if (
-                not kept.earlier and not kept.place.is_shared
-            ):  # the cache of a deleted study: how long compiling takes is measured without it
+            # the cache of a deleted study: how long compiling takes is measured without it
+            if not kept.earlier and not kept.place.is_shared:
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
+            import_ahead(*LATER)
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
