@@ -50,11 +50,21 @@ class TooFewSamplesError(TaskError):
 
 @dataclass(frozen=True)
 class WarmStep:
-    """A warm-up step: seconds of one micro batch (a step may take several) and of the update; if `compiled`, they do not tell the speed."""
+    """A warm-up step.
+
+    Attributes:
+        micro_s: seconds of one micro batch.
+        update_s: seconds of the update.
+        compiled: something was compiled in it, so it does not tell the speed.
+        num_micro: micro batches that it took.
+        is_typical: its batches are like those of training, and not the largest of them.
+    """
 
     micro_s: float
     update_s: float
     compiled: bool = False
+    num_micro: int = 1
+    is_typical: bool = True
 
 
 @dataclass
@@ -135,31 +145,32 @@ class Run:
 
         Returns the seconds of compiling, or of loading compiled code from the cache.
 
-        The first step takes the largest batch, twice if the config accumulates: accumulation peaks when one micro batch's
-        activations lie beside the gradients of the earlier ones. The other steps take one micro batch. If batches
-        differ, the largest comes once more, now beside the optimizer's state; its time does not count as typical.
-        Where the peak is known, all steps take one micro batch, and there is no cycle.
+        The first step takes one micro batch, and makes the optimizer's state. The next one takes the largest, twice if the config
+        accumulates: accumulation peaks when one micro batch's activations lie beside the gradients of the earlier ones and that
+        state. If batches differ, its time does not count as typical. The other steps take one micro batch. Where the peak is
+        known, all steps do, and there is no cycle.
         """
         self.reporter.enter("warmup")
         is_peak_known = self.settings.known_peak_bytes > 0
         accumulation_steps = self.session.config.accumulation_steps
-        first = self._take(1) if is_peak_known else self._largest_batches(min(2, accumulation_steps))
-        self._num_first = len(first)
-        compiling_s = self._warm_step(first)
+        # made before the first step: loading the widest samples is no part of a step, whose time is watched
+        largest = None if is_peak_known else self._largest_batches(min(2, accumulation_steps))
+        compiling_s = self._warm_step(self._take(1))
         self._first_graphs = num_graphs()
+        while not self._has_taken(1):
+            compiling_s += self._warm_step(self._take(1))
+        if largest is not None:
+            compiling_s += self._warm_step(largest, is_typical=self.session.task.dataset() is None)
         while True:
             compiling_s += self._warm_step(self._take(1))
             warm = self._timing.is_warm(
                 len(self.warm_steps), self._whole_steps_s(), self.reporter.train_s - compiling_s
             )
-            if self._scaler_settled() and warm and not self.warm_steps[-1].compiled:
+            if self._has_taken(2) and warm and not self.warm_steps[-1].compiled:
                 break
         if is_peak_known:
             return self._compile_s
-        if self.session.task.dataset() is not None:
-            self._clock(partial(self._accumulate_part, first), len(first))
-            self._clock(self._update)
-        missing = accumulation_steps - len(first) - (len(self.warm_steps) - 1)
+        missing = accumulation_steps - sum(step.num_micro for step in self.warm_steps)
         cycle_started_s = self.reporter.train_s
         if missing > 0:
             while missing > 0 and self.reporter.train_s - cycle_started_s < MAX_CYCLE_S:
@@ -175,7 +186,7 @@ class Run:
         largest = self._take(1)[0] if task.dataset() is None else task.batch(size)
         return StepBatch([(largest, size)] * count)
 
-    def _warm_step(self, batch: StepBatch) -> float:
+    def _warm_step(self, batch: StepBatch, *, is_typical: bool = True) -> float:
         """Take a step. Returns its seconds if something was compiled in it, else 0."""
         known = num_graphs()
         accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
@@ -184,13 +195,13 @@ class Run:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
         compiled = self._together.largest(num_graphs() - known) > 0
-        self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled))
+        self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled, len(batch), is_typical))
         return accumulated_s + update_s if compiled else 0.0
 
     @property
     def _later(self) -> list[WarmStep]:
-        """The warm-up steps that tell the speed: without the first, which takes the largest batch and is cold, and those that compiled."""
-        later = self.warm_steps[1:]
+        """The warm-up steps that tell the speed: without the first, which is cold, the largest, and those that compiled."""
+        later = [step for step in self.warm_steps[1:] if step.is_typical]
         return [step for step in later if not step.compiled] or later
 
     def _typical(self) -> WarmStep:
@@ -209,20 +220,19 @@ class Run:
     def _compile_s(self) -> float:
         """Seconds that the first step, and each step that compiled, took beyond a typical step of as many micro batches."""
         typical = self._typical()
-        num_micro = [self._num_first] + [1] * (len(self.warm_steps) - 1)
         beyond_s = (
-            num * (step.micro_s - typical.micro_s) + step.update_s - typical.update_s
-            for num, step in zip(num_micro, self.warm_steps, strict=True)
+            step.num_micro * (step.micro_s - typical.micro_s) + step.update_s - typical.update_s
+            for step in self.warm_steps
             if step.compiled or step is self.warm_steps[0]
         )
         return sum(max(0.0, seconds) for seconds in beyond_s)
 
-    def _scaler_settled(self) -> bool:
-        """Whether the GradScaler has stopped skipping steps. Before that the optimizer has no state, and the peak is too low.
+    def _has_taken(self, count: int) -> bool:
+        """Whether the GradScaler has let so many steps through. Before the first, the optimizer has no state, and the peak is too low.
 
-        A step that was not skipped has allocated the state (plain SGD has none), and another step has run beside it.
+        A step that was not skipped has allocated the state (plain SGD has none), and one more has run beside it.
         """
-        if self.session.scaler is None or self._skipped_steps() < self.num_steps - 1:
+        if self.session.scaler is None or self.num_steps - self._skipped_steps() >= count:
             return True
         if self.num_steps >= MAX_SCALER_STEPS:
             raise NonFiniteError(f"GradScaler skipped {self._skipped_steps()} of the first {self.num_steps} steps")

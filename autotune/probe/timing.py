@@ -18,7 +18,7 @@ from autotune.records.outcome import Measurement, Progress
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median; that of fewer is not
-OVERTIME = 3  # after this many times `max_timed_s` two blocks are enough: steps that take so long differ little
+OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: steps that take so long differ little
 MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and scheduler
 FAR = 1.25  # two processes of one config now and then differ by this factor, so a config within it of the front may not have lost
 LATE = 0.75  # after this share of the time-out timing ends with the blocks so far: a killed process measures nothing

@@ -19,7 +19,7 @@ from autotune.records.measured import pareto_front
 from autotune.records.outcome import COMPILING, Bound, Kind, Outcome, Progress
 from autotune.records.study import BASELINE, PLAY_OFF, Proposal
 from autotune.study.history import History
-from autotune.tuning.playoff import SHORTEST_TIMED_S
+from autotune.tuning.playoff import MIN_ROUNDS, SHORTEST_TIMED_S
 from autotune.units import format_seconds, plural
 
 MIN_TIMEOUT_S = 20.0
@@ -71,6 +71,7 @@ class Budget:
         keeps_checks: whether time is kept for comparing the finalists with plain fp32.
         kept_probes: number of probes for which time is kept, to undo single changes of the best config.
         check_s: how long the longest comparison with plain fp32 has taken; the next is taken to need as long.
+        is_settled: whether a play-off has told all that it can of what was probed before it.
         is_auto: whether the search ends where going on is expected to gain less than the time that it takes.
         guest_s: time kept for measuring one device beside the play-off, within a share.
         evaluation_s: time for finding the batch size for evaluation, which follows the answer; `budget_s` is without it.
@@ -89,6 +90,7 @@ class Budget:
     keeps_checks: bool = True
     kept_probes: int = 0
     check_s: float = 0.0
+    is_settled: bool = False
     is_auto: bool = False
     guest_s: float = 0.0
     evaluation_s: float = 0.0
@@ -166,7 +168,7 @@ class Budget:
             seed=seed,
             timeout_s=self.first_timeout_s,
             min_timed_s=min_timed_s,
-            max_timed_s=max(min_timed_s, min(10.0, max(1.0, share_s))),
+            max_timed_s=max(min_timed_s, min(10.0, max(SHORTEST_TIMED_S, share_s))),
             max_warmup_s=min(20.0, max(2.0, share_s)),
         )
 
@@ -196,8 +198,9 @@ class Budget:
 
         Nothing is kept for a play-off as long as the baseline alone could take part in it, except for one device beside it. Otherwise
         time is kept for the wanted rounds, up to a share, and at least for one round with a config found last: one that has no time
-        left to play was found in vain. Where processes take long, it is kept for as many rounds of the best so far as a verdict
-        takes, and another probe is taken to need no less time than the best did.
+        left to play was found in vain. Once a play-off is settled, that is all. Where no baseline runs, there is no gain to be told,
+        and as many rounds of the best alone are wanted as a play-off has at least. Where processes take long, time is kept for as many
+        rounds of the best so far as a verdict takes, and another probe is taken to need no less time than the best did.
         """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
@@ -210,10 +213,13 @@ class Budget:
             case _:
                 best_s, round_s = self._lead_s(history) or (0.0, 0.0)
                 expected_s = max(expected_s, best_s)
-                rounds_s = min(WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s, MAX_SHARE * shared_s)
+                has_baseline = history.baseline is not None and history.baseline.ok
+                num_wanted = WANTED_ROUNDS * (MOST_FINALISTS + 1) if has_baseline else MIN_ROUNDS
+                rounds_s = min(num_wanted * expected_s, MAX_SHARE * shared_s)
                 rounds_s = max(rounds_s, FEWEST_ROUNDS * round_s + self._unknown_checks_s(expected_s))
+                rounds_s = max(rounds_s * (not self.is_settled), (LEAST_ROUND - (not has_baseline)) * expected_s)
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
-                leave_s = max(LEAST_ROUND * expected_s, rounds_s) + undoing_s + guest_s
+                leave_s = rounds_s + undoing_s + guest_s
         return self.free_s - expected_s - leave_s
 
     @staticmethod
@@ -302,7 +308,7 @@ class Patience:
 
     Attributes:
         batch_size: samples of a micro step.
-        num_first: the first micro steps, which the probe reports only together.
+        num_at_once: micro steps that are reported only together, at the most.
         step_s: seconds that what it is compared with takes for a micro step plus the update; infinite where nothing is known.
         factor: how many times `step_s` is waited.
         begin_s: for set-up and for what only a first step does (compiling, say).
@@ -312,7 +318,7 @@ class Patience:
     """
 
     batch_size: int
-    num_first: int
+    num_at_once: int
     step_s: float
     factor: float
     begin_s: float
@@ -323,15 +329,19 @@ class Patience:
     def allowed_s(self, progress: Progress) -> float:
         """Seconds from its start after which a probe that has come this far is ended."""
         if not (done := progress.num_micro_steps):
-            return self.begin_s + min(self.most_s, self.factor * self.num_first * self.step_s)
+            return self.begin_s + min(self.most_s, self.factor * self.num_at_once * self.step_s)
         factor = LENIENCE if self._may_enter_the_front(progress) else self.factor
-        return self._begun_s(progress) + factor * done * self.step_s + min(self.most_s, factor * self.step_s)
+        return (
+            self._begun_s(progress)
+            + factor * done * self.step_s
+            + min(self.most_s, factor * self.num_at_once * self.step_s)
+        )
 
     def bound(self, progress: Progress, elapsed_s: float) -> Bound | None:
         """What is known of a config whose probe ends here, taking the unfinished micro step to end now. None while it compiles."""
         if progress.stage == COMPILING:
             return None
-        num_micro = progress.num_micro_steps + (1 if progress.num_micro_steps else self.num_first)
+        num_micro = progress.num_micro_steps + self.num_at_once
         slow_s = elapsed_s - self._begun_s(progress)
         high = progress.samples_per_s_high or (num_micro * self.batch_size / slow_s if slow_s > 0 else None)
         return Bound(samples_per_s_high=high, peak_bytes_low=progress.peak_bytes)
@@ -384,15 +394,15 @@ def patience_for(
         default=budget.spent_s.get("inspection", 0.0),
     )
     first_s = max([FIRST_STEP_S, inspection.step_s or 0.0, *(found.compile_s for _, found, _ in ran)])
-    num_first = min(2, config.accumulation_steps)
+    num_at_once = min(2, config.accumulation_steps)
     most_s = max(FEWEST_LOST_S, LOST_SHARE * budget.budget_s - budget.lost_s)
     if proposal.stage in (BASELINE, PLAY_OFF):
         most_s = math.inf
     elif step_s < math.inf:
-        most_s = max(most_s, PATIENCE * num_first * step_s)
+        most_s = max(most_s, PATIENCE * num_at_once * step_s)
     return Patience(
         batch_size=samples,
-        num_first=num_first,
+        num_at_once=num_at_once,
         step_s=step_s,
         factor=factor,
         begin_s=slowest_start * set_up_s + first_s + COMPILING_PATIENCE * setup_s,

@@ -131,6 +131,7 @@ def find(search: Search, clearance: Clearance) -> Standing | None:
         if search.history.best is None:
             return None
         last = _play_off(search, clearance, last)
+        search.budget.is_settled = last.is_settled
         if last.all_failed:
             proposer = search.proposer()  # it learns from that
     return _require_played(search, clearance, last.standing if last is not None else None)

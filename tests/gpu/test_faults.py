@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from autotune.study.reading import load_study
+from autotune.tuning.clearance import CHECK_BATCH_SIZE
 from autotune.units import GIB, MIB
 from tests.driver.cards import A100, H100_SLICE, LAPTOP, Card
 from tests.driver.played import Played
@@ -38,8 +39,11 @@ def make_batch(n):
 
 
 def training_step(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-"""
+    images, labels = batch
+    if len(labels) == CHECK_BATCH_SIZE:
+        labels = labels * 1
+    return nn.functional.cross_entropy(model(images), labels)
+""".replace("CHECK_BATCH_SIZE", str(CHECK_BATCH_SIZE))
 
 
 TOO_HOT = 0x40  # of NVML's reasons for a low clock
@@ -125,7 +129,9 @@ FAULTS = {
         slow=True, stage=lambda played: played.hold_after_death_s(1.0), says="--device cuda"
     ),
     "a comparison with plain fp32 that breaks the context": Fault(
-        settings={"kernel_error": "700:1:AUnaryFunctorIlll"},  # integers that only a comparison multiplies
+        settings={
+            "kernel_error": "700:1:AUnaryFunctorIlll"
+        },  # integers that are multiplied in a batch of a comparison's size alone
         budget="2m",
         says="--device cuda",
         mentions="the comparison did not run (error: AcceleratorError: CUDA error",

@@ -234,6 +234,27 @@ def test_time_is_not_kept_for_a_play_off_that_nobody_but_the_baseline_could_take
     assert len(set(runner.configs)) == 2 and result.wall_s < 1.05 * 60.0
 
 
+class WithoutBaseline(Timed):
+    """Plain fp32 does not fit."""
+
+    def peak_bytes(self, config):
+        return 2 * LIMIT_BYTES if config["amp"] == "off" else super().peak_bytes(config)
+
+
+@pytest.mark.parametrize(("overhead_s", "fewest"), [(2.0, 9), (4.0, 5)])
+def test_where_no_baseline_runs_a_few_rounds_of_the_best_are_kept_and_the_rest_is_explored(overhead_s, fewest):
+    runner = WithoutBaseline(gain=2.0, noise=0.01, overhead_s=overhead_s)
+    result = searched(runner, 45.0)
+    assert 0.9 * 45 < result.wall_s < 1.05 * 45
+    assert len(set(runner.configs)) >= fewest
+    assert sum(config.as_dict() == result.config for config in runner.configs) >= 1 + 2
+
+
+def test_what_a_settled_play_off_leaves_is_explored():
+    result = searched(Timed(gain=2.0, noise=0.002, overhead_s=2.0), 45.0)
+    assert result.verdict == "faster" and result.wall_s > 0.95 * 45
+
+
 class Hanging(ClosedFormRunner):
     """On a clock of its own a probe takes half a second. Where `came` says how far, it comes so far and hangs there."""
 

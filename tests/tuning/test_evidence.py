@@ -291,7 +291,7 @@ def test_a_whole_search_with_time_for_one_round_tells_what_it_measured(seed):
 
 def test_a_search_without_a_round_tells_a_disturbed_baseline_with_doubt():
     work = TheBaselineFirst()
-    result = answer_of(World(noise=0.05, gain=2.0, work=work), 7.0, 0)
+    result = answer_of(World(noise=0.05, gain=2.0, work=work), 5.5, 0)
     assert not result.confirmed and result.num_rounds == 0 and result.verdict == "undecided"
     low, high = result.baseline.samples_per_s_ci
     assert low < result.baseline.samples_per_s < high and high > min(work.disturbed[BASE]) * 1.5
