@@ -53,7 +53,12 @@ class NumWorkers(LoaderOption):
     likely = (2, 1)
     choices = (0, 1)
     # Workers hide the loading, unless they take processors that training needs.
-    expected = Expectation(compute=Factor(spread=1.05), data=Factor(typical=0.4, spread=2.0), state=Factor(spread=1.2))
+    expected = Expectation(
+        compute=Factor(spread=1.05),
+        data=Factor(typical=0.4, spread=2.0),
+        state=Factor(spread=1.2),
+        untraced=Factor(spread=3.0),
+    )
     frameworks = words(
         transformers=Argument("dataloader_num_workers"),
         dataloader=Argument("num_workers"),

@@ -16,6 +16,7 @@ from autotune.prediction.traces import TracedPeak
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
 from autotune.records.config import Choice, Config, World
 from autotune.records.device import Communicators
+from autotune.records.inspection import Support
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.techniques import Techniques, find_techniques
@@ -135,6 +136,29 @@ def test_memory_that_no_trace_shows_is_learned_for_the_choice_that_may_cause_it(
     found = model.estimate(like)
     assert found is not None and found.peak_bytes == pytest.approx(PROBER.peak_bytes(like) + 600 * MIB, rel=0.15)
     assert max(errors(model, others)) < 0.12
+
+
+class SmallPeaks(NoisyPeaks):
+    """Of a model that hardly takes any memory."""
+
+    def peak(self, config: Config, techniques: Techniques) -> TracedPeak:
+        return replace(super().peak(config, techniques), peak_bytes=(4 * MIB) + config.batch_size * MIB // 8)
+
+
+def test_what_a_loaders_workers_hold_is_not_expected_of_configs_without_them() -> None:
+    """Threads and queues took 33 MiB where all tensors took four, so that no larger batch was expected to fit."""
+    own = inspection()
+    space, _ = build_space(
+        replace(own, support={**own.support, "num_workers": Support(choices=(0, 2))}), find_techniques()
+    )
+    plain, loading, larger = (
+        space.complete(choices)
+        for choices in ({"batch_size": 1}, {"batch_size": 1, "num_workers": 2}, {"batch_size": 4})
+    )
+    held = {plain: OUTSIDE_BYTES + 4 * MIB, loading: OUTSIDE_BYTES + 37 * MIB}
+    probes = [(c, Outcome(kind=Kind.OK, measurement=measurement(c, 100.0, peak))) for c, peak in held.items()]
+    found = MemoryModel(SmallPeaks(PROBER), OUTSIDE_BYTES, space, probes).estimate(larger)
+    assert found is not None and found.peak_bytes < OUTSIDE_BYTES + 12 * MIB
 
 
 def test_running_out_of_memory_where_it_was_expected_changes_little(space: Space) -> None:

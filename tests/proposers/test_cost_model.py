@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from autotune.prediction.memory import MemoryModel
+from autotune.prediction.memory import MemoryEstimate, MemoryModel
 from autotune.prediction.time import TimeModel
 from autotune.prediction.traces import Traces
 from autotune.proposers.acquisition import MAX_ENUMERATED, Acquisition
@@ -267,3 +267,21 @@ def test_what_was_too_slow_to_go_on_ran_and_its_batch_is_not_blamed() -> None:
         for ended in (outcome, hung)
     ]
     assert chances[0][0] > chances[1][0] and chances[0][1] == pytest.approx(chances[1][1])
+
+
+def test_where_nothing_is_expected_to_fit_the_leanest_comes_first_and_not_the_least_known() -> None:
+    """What is less known has the better chance to fit against all expectation, which would say nothing of the rest."""
+    space = plain_space()
+    models, known, unknown = acquisition(space, None, []), space.baseline, space.complete({"amp": "bf16"})
+
+    class Peaks:
+        def estimates(self, configs: list[Config]) -> list[MemoryEstimate]:
+            return [
+                MemoryEstimate(peak_bytes=int(LIMIT_BYTES * 1.1), log_std=0.1 if c["amp"] == "bf16" else 0.02)
+                for c in configs
+            ]
+
+    models.memory = Peaks()  # type: ignore[assignment]
+    found = models.posterior([known, unknown])
+    assert found.to_fit[1] > found.to_fit[0]
+    assert found.score[0] > found.score[1]
