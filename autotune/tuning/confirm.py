@@ -193,13 +193,19 @@ def _challenger(
     """The next config that may yet beat the leader, by what the search found and how much processes differ."""
     history, objective = search.history, search.history.objective
     base = play_off.baseline
-    if len(play_off.playing) >= MOST_FINALISTS or base is None or history.baseline is None or base.failed:
+    if len(play_off.playing) >= MOST_FINALISTS:
         return None
-    best_log, evidence = math.log(objective.merit(history.baseline)), play_off.evidence()
-    if compared := play_off.compared:
-        leader = play_off.leader(evidence, compared)
-        ahead = evidence.difference(leader.config, base.config).mean
-        best_log += max(0.0, ahead) if play_off.baseline_may_win else ahead
+    evidence, compared = play_off.evidence(), play_off.compared
+    leader = play_off.leader(evidence, compared) if compared else None
+    if base is not None and history.baseline is not None and not base.failed:
+        best_log = math.log(objective.merit(history.baseline))
+        if leader is not None:
+            ahead = evidence.difference(leader.config, base.config).mean
+            best_log += max(0.0, ahead) if play_off.baseline_may_win else ahead
+    elif leader is not None:
+        best_log = math.log(objective.merit(history.known[leader.config]))
+    else:
+        return None
     known = [entrant.config for entrant in play_off.entrants]
     for config in candidates:
         if config in known or config not in history.feasible:
@@ -221,7 +227,8 @@ def _ranked(history: History, cost_model: CostModel) -> dict[Config, Outcome]:
 def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> list[Config]:
     """The feasible configs that may be the best, best first. Those that surely fit come before those that only just fitted.
 
-    Each group is compared with its own best, so safe configs always play, even where one that only just fitted is much faster.
+    Each group is compared with its own best, so safe configs always play, even where one that only just fitted is much faster. Such
+    a one comes first: where there is time for few, it plays, and a safe one takes its place if it fails.
     """
     sure = {config: outcome for config, outcome in ranked.items() if _fits_within(SURE_TO_FIT, outcome, objective)}
     near: list[Config] = []
@@ -229,6 +236,10 @@ def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> lis
         merits = {config: objective.merit(outcome) for config, outcome in group.items()}
         best = max(merits.values(), default=0.0)
         near += [config for config, merit in merits.items() if merit >= NEAR_BEST * best]
+    merits = {config: objective.merit(ranked[config]) for config in near}
+    fastest = max(near, key=merits.__getitem__, default=None)
+    if fastest is not None and merits[near[0]] < NEAR_BEST * merits[fastest]:
+        near.sort(key=lambda config: config != fastest)
     return near
 
 

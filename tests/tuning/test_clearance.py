@@ -7,14 +7,16 @@ import pytest
 
 from autotune.errors import ConfigError
 from autotune.records.config import World
+from autotune.records.objective import OBJECTIVES
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.runners.jobs import NotCompared
 from autotune.techniques import find_techniques
 from autotune.tuning.clearance import Clearance
-from autotune.tuning.confirm import with_the_simplest
+from autotune.tuning.confirm import SURE_TO_FIT, near_the_best, with_the_simplest
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import answer
+from tests.closed_form import LIMIT_BYTES, measurement
 from tests.tuning.test_search import FOUND, OOM, Listed, Staged, passed_check, recommender
 
 techniques = find_techniques()
@@ -286,3 +288,21 @@ def test_where_one_config_alone_can_play_it_is_the_simplest_of_those_that_are_as
     assert with_the_simplest(merits, 1, num_changes) == ["two"]
     assert with_the_simplest(merits, 2, num_changes) == ["three", "one"]
     assert with_the_simplest(merits, 3, num_changes) == ["three", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "order"),
+    [((100.0, 90.0, 130.0), [2, 0]), ((100.0, 95.0, 104.0), [0, 1, 2]), ((100.0, 99.0, None), [0, 1])],
+)
+def test_a_config_that_only_just_fits_plays_before_the_safe_ones_only_where_it_is_much_faster(speeds, order):
+    """The first two surely fit; the third takes more than that, and fits as well."""
+    objective = OBJECTIVES["throughput"](memory_limit_bytes=LIMIT_BYTES, headroom=0.0)
+    sizes = [SURE_TO_FIT * 0.9 * LIMIT_BYTES] * 2 + [(1 + SURE_TO_FIT) / 2 * LIMIT_BYTES]
+    configs = [techniques.complete({"batch_size": size}) for size in (1, 2, 4)]
+    ran = {
+        config: Outcome(kind=Kind.OK, measurement=measurement(config, speed, int(peak_bytes)))
+        for config, speed, peak_bytes in zip(configs, speeds, sizes, strict=True)
+        if speed is not None
+    }
+    ranked = dict(sorted(ran.items(), key=lambda item: -objective.merit(item[1])))
+    assert near_the_best(ranked, objective) == [configs[number] for number in order]
