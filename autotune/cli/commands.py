@@ -149,6 +149,10 @@ def verify(options: argparse.Namespace) -> int:
     holds = found is not None and found.samples_per_s_high >= least
     again = {"recheck": seen.to_dict()} if seen is not None else {}
     code = _show_outcome(outcome, answer.config, options, expected_samples_per_s=least, holds=holds, **again)
+    if options.study is None and study.others:
+        _warn(f"this was the answer of the study {study.name}; --study names another one")
+    if answer.speedup is None:
+        _warn("the baseline did not run in that search, so there is no gain to see again")
     if seen is not None:
         _warn(
             f"beside the baseline the answer ran {times(seen.speedup)} as fast; the study told {times(seen.told_speedup)}"

@@ -148,9 +148,12 @@ def said_of(result: Result) -> Said:
         verdict = f"as {'good' if objective.observed else 'fast'} as the baseline within the noise"
     elif single:
         verdict, brief = f"{verdict} in the one round there was time for", f"{verdict} in one round"
+    later = ends is not None and result.verdict in (better, worse) and ends[0] <= 1 <= ends[1]
+    if later and not single:  # the rounds say so, and what later runs differ by leaves it open
+        verdict = f"{verdict} in this search"
     gain, sure = times(ratio), ""
     if ends is not None and is_known(*ends):
-        sure = f"95% interval {interval(*ends)}"
+        sure = f"95% interval {'of later runs ' if later else ''}{interval(*ends)}"
         if tells_nothing(*ends):
             sure = "too noisy to tell more"
         elif is_wide(*ends):  # where it may be a gain or a loss, a bound alone would hide the figure that was seen
