@@ -214,7 +214,7 @@ def _outcome_figures(found: Measurement) -> dict[str, Cell]:
         "steps": f"{found.num_steps}, warm-up included{skipped}",
         "time": _seconds(times_s),
         "a step": _seconds(found.phases_s),
-        "last loss": f"{found.final_loss:.4g}",
+        "loss of the last micro batch": f"{found.final_loss:.4g}",
     }
     if found.joules_per_sample is not None or found.no_energy:
         joules = found.joules_per_sample
