@@ -53,12 +53,12 @@ def run_checks(
 
     Check G compares the loss and all gradients, B the buffers after one optimizer step, N the names of parameters and
     of the state dict. Where the config's techniques are exact, they may have a relative error of 1e-5 or ten times the
-    model's own noise, and `Technique.check_steps` asks for more steps. Otherwise the gradient's cosine must be 0.999, or
-    the error at most twice that of plain fp32 with parameters rounded to the same type, and the gradient's size must be right
-    within 20 %. That noise is found only where it matters. The check is undecided where the model magnifies rounding so much that a
-    wrong gradient differs hardly more than a right one. Checkpointing, optimizer and loader are compared with dropout on, since they
-    must keep its random state.
-    If a config also changes dtype, layout or micro batch, dropout is the identity on both sides: check each technique alone, too.
+    model's own noise, which is looked for where that matters, and `Technique.check_steps` asks for more steps. Otherwise the
+    gradient's cosine must be 0.999, or the error at most twice that of plain fp32 with parameters rounded to the same type, and
+    the gradient's size must be right within 20 %. The check is undecided where the model magnifies rounding so much that a
+    wrong gradient differs hardly more than a right one. Checkpointing, optimizer and loader are compared with dropout on, since
+    they must keep its random state. If a config also changes dtype, layout or micro batch, dropout is the identity on both
+    sides: check each technique alone, too.
 
     Args:
         config: complete or partial; its batch size is ignored. A config that accumulates gets the samples in two micro batches,

@@ -78,6 +78,9 @@ class Run:
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
     _settled_micro_s: list[float] = field(default_factory=list)  # of warm-up micro steps after the run had settled
+    _tells_speed: bool = (
+        False  # whether what is clocked now bounds the speed: not the first step, and not the largest batches
+    )
 
     def __post_init__(self) -> None:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
@@ -189,6 +192,7 @@ class Run:
     def _warm_step(self, batch: StepBatch, *, is_typical: bool = True) -> float:
         """Take a step. Returns its seconds if something was compiled in it, else 0."""
         known = num_graphs()
+        self._tells_speed = is_typical and bool(self.warm_steps)
         accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
         self._require_finite_loss(self.num_steps + 1)
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
@@ -320,14 +324,14 @@ class Run:
         batch = taken[0]
         if self.session.task.takes_whole_steps:
             step_s = self._seconds(lambda: self._accumulate(batch))
-            self.reporter.trained(data_s + step_s, 1, is_first_step=False)
+            self.reporter.trained(data_s + step_s, 1, tells_speed=True)
             self._update()
             return {"data": data_s, "train_step": step_s}
         forward_s = self._seconds(lambda: loss.append(self.session.loss(batch[0])))
         scaler = self.session.scaler
         scaled = loss[0] if scaler is None else scaler.scale(loss[0])
         backward_s = self._seconds(scaled.backward)
-        self.reporter.trained(data_s + forward_s + backward_s, 1, is_first_step=False)
+        self.reporter.trained(data_s + forward_s + backward_s, 1, tells_speed=True)
         if not self._counts(batch):
             self._clear_gradients()
         elif self.session.world.size == 1:
@@ -402,7 +406,7 @@ class Run:
     def _clock(self, work: Callable[[], object], num_micro_steps: int = 0) -> float:
         """Seconds that `work`, a number of micro steps, takes on the device. They count as time inside training steps."""
         elapsed = self._seconds(work)
-        self.reporter.trained(elapsed, num_micro_steps, is_first_step=not self.warm_steps)
+        self.reporter.trained(elapsed, num_micro_steps, tells_speed=self._tells_speed)
         return elapsed
 
     def _seconds(self, work: Callable[[], object]) -> float:

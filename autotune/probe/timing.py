@@ -18,7 +18,8 @@ from autotune.records.outcome import Measurement, Progress
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median; that of fewer is not
-OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: steps that take so long differ little
+OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: steps that take so long differ little. Else twice as long
+UNLIKE = 0.1  # of their median, by which such blocks must not differ. A heap of 1 GiB that is trimmed now and then made it 30 %
 MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and scheduler
 FAR = 1.25  # two processes of one config now and then differ by this factor, so a config within it of the front may not have lost
 LATE = 0.75  # after this share of the time-out timing ends with the blocks so far: a killed process measures nothing
@@ -106,13 +107,20 @@ class Blocks:
         return (high - low) / 2 / speed
 
     @property
+    def _agree(self) -> bool:
+        """Whether equal blocks differ as little as long ones should. The first of a process may not, in the same way in each process."""
+        speeds = self.samples_per_s
+        return self.unequal or max(speeds) - min(speeds) <= UNLIKE * median(speeds)
+
+    @property
     def enough(self) -> bool:
         """Whether the interval is narrow enough, the noise no longer shrinks, or the time is up."""
         count = len(self.samples_per_s)
         if self.timed_s < self.settings.min_timed_s:
             return False
         if count < MIN_BLOCKS:
-            return count >= 2 and self.timed_s >= OVERTIME * self.settings.max_timed_s
+            overtime_s = OVERTIME * self.settings.max_timed_s
+            return count >= 2 and self.timed_s >= (overtime_s if self._agree else 2 * overtime_s)
         stalled = count >= 2 * MIN_BLOCKS and count > STALL_FACTOR * self._narrowest_at
         is_late = self.timed_s >= self.settings.max_timed_s
         return self.half_width <= self.settings.interval or stalled or is_late
@@ -222,12 +230,12 @@ class Reporter:
         self.stage = stage
         self._send()
 
-    def trained(self, seconds: float, num_micro_steps: int, *, is_first_step: bool) -> None:
+    def trained(self, seconds: float, num_micro_steps: int, *, tells_speed: bool) -> None:
         """Count micro steps, or another part of a training step. The first step says nothing about the speed."""
         self.train_s += seconds
         is_new = not self.num_micro_steps and num_micro_steps > 0
         self.num_micro_steps += num_micro_steps
-        if num_micro_steps and not is_first_step:
+        if num_micro_steps and tells_speed:
             self._fastest_micro_s = min(self._fastest_micro_s, seconds / num_micro_steps)
         if is_new or time.perf_counter() > self._sent_s + REPORT_INTERVAL_S:
             self._send()

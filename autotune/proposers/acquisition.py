@@ -29,8 +29,10 @@ BETTER = math.log(1.01)  # a gain that counts
 ENOUGH = 0.03  # chance to become the best by 1 % below which no config is worth a probe
 MAX_OOM_CHANCE = 0.25  # what is likelier to run out of memory is not tried; stricter with every config that did
 UNKNOWN_MEMORY_STD = 0.5  # in logarithms, where nothing is known of a config's memory
-UNSAFE = 1e4  # puts unsafe configs below all others, where nothing is known that fits: the safest of them comes first
-LEAN = 30.0  # so many per cent of its chance to run is a per cent of memory worth then
+# Puts unsafe configs below all others, where nothing is known that fits: the likeliest to fit comes first, and after all that are
+# expected to, the leanest.
+UNSAFE = 1e4
+LEAN = 30.0  # a config that needs one per cent less memory may be 30 per cent less likely to run
 MAX_ENUMERATED = 3000  # a space of at most so many configs is looked at whole
 NUM_STARTS = 3  # of the climbs through a larger space
 UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
@@ -159,10 +161,11 @@ class Acquisition:
         chance = to_fit * to_run
         if self.best is None:
             careful = (1 + self.shortages) * np.log(np.maximum(chance, 1e-9)) - np.log(self._cost(configs))
-            # what cannot be expected to fit has the better chance, the less is known of it: that would say nothing of what is safe
+            # of what is not expected to fit, the less is known, the better is its chance: taking that would teach nothing of the rest
             most = np.log([peak.high_bytes if peak else limit for peak in peaks])
             lean = np.log(np.maximum(to_run, 1e-9)) - LEAN * most - np.log(self._cost(configs))
-            score = np.where(safe, self._merit(configs, peaks) + careful, lean - UNSAFE)
+            unsafe = np.where(to_fit > LIKELY, careful, lean - UNSAFE) - UNSAFE
+            score = np.where(safe, self._merit(configs, peaks) + careful, unsafe)
             return Posterior(peaks, np.ones(len(configs)), to_fit, chance, score)
         to_win, improvement = self._winning(configs, peaks)
         chance_of_best = np.where(safe, to_win * chance * self._chance_of_speed(configs), 0.0)

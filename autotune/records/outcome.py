@@ -316,7 +316,7 @@ class Progress(Record):
         num_micro_steps: micro batches trained on.
         peak_bytes: the most memory held so far, comparable with the memory limit; 0 before the first micro step.
         samples_per_s_high: throughput of the fastest micro step so far; a whole step, with its update, is no faster. The first
-            optimizer step does not count, since it compiles and allocates; None before a later one.
+            optimizer step does not count, since it compiles and allocates, nor do the largest batches of a dataset; None before others.
     """
 
     stage: str = "setup"

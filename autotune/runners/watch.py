@@ -116,7 +116,7 @@ class Watch:
         if is_first:
             self._setup_s, step_s = time.monotonic() - self._started_s, 0.0
             self._first_s = now_s
-        self._reporter.trained(step_s, count * self._config.accumulation_steps, is_first_step=is_first)
+        self._reporter.trained(step_s, count * self._config.accumulation_steps, tells_speed=not is_first)
         if timing:
             self._timing.blocks.add(count * self._samples / step_s, step_s)
             self._observers.sample(self._num_steps)

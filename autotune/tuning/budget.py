@@ -198,9 +198,10 @@ class Budget:
 
         Nothing is kept for a play-off as long as the baseline alone could take part in it, except for one device beside it. Otherwise
         time is kept for the wanted rounds, up to a share, and at least for one round with a config found last: one that has no time
-        left to play was found in vain. Once a play-off is settled, that is all. Where no baseline runs, there is no gain to be told,
-        and as many rounds of the best alone are wanted as a play-off has at least. Where processes take long, time is kept for as many
-        rounds of the best so far as a verdict takes, and another probe is taken to need no less time than the best did.
+        left to play was found in vain. Once a play-off is settled, that one round is enough. Where no baseline runs, there is no
+        gain to be told, and as many rounds of the best alone are wanted as a play-off has at least. Where processes take long,
+        time is kept for as many rounds of the best so far as a verdict takes, and another probe is taken to need no less time
+        than the best did.
         """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
@@ -213,9 +214,10 @@ class Budget:
             case _:
                 best_s, round_s = self._lead_s(history) or (0.0, 0.0)
                 expected_s = max(expected_s, best_s)
-                has_baseline = history.baseline is not None and history.baseline.ok
-                num_wanted = WANTED_ROUNDS * (MOST_FINALISTS + 1) if has_baseline else MIN_ROUNDS
-                rounds_s = min(num_wanted * expected_s, MAX_SHARE * shared_s)
+                has_baseline = history.space.baseline in history.feasible
+                alone_s = MIN_ROUNDS * play_off_process_s(*history.best) if history.best is not None else 0.0
+                wanted_s = WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s if has_baseline else alone_s
+                rounds_s = min(wanted_s, MAX_SHARE * shared_s)
                 rounds_s = max(rounds_s, FEWEST_ROUNDS * round_s + self._unknown_checks_s(expected_s))
                 rounds_s = max(rounds_s * (not self.is_settled), (LEAST_ROUND - (not has_baseline)) * expected_s)
                 undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
@@ -308,7 +310,7 @@ class Patience:
 
     Attributes:
         batch_size: samples of a micro step.
-        num_at_once: micro steps that are reported only together, at the most.
+        num_at_once: micro steps that a warm-up reports only together, at the most.
         step_s: seconds that what it is compared with takes for a micro step plus the update; infinite where nothing is known.
         factor: how many times `step_s` is waited.
         begin_s: for set-up and for what only a first step does (compiling, say).
@@ -338,7 +340,7 @@ class Patience:
         )
 
     def bound(self, progress: Progress, elapsed_s: float) -> Bound | None:
-        """What is known of a config whose probe ends here, taking the unfinished micro step to end now. None while it compiles."""
+        """What is known of a config whose probe ends here, taking unfinished micro steps to end now. None while it compiles."""
         if progress.stage == COMPILING:
             return None
         num_micro = progress.num_micro_steps + self.num_at_once

@@ -227,8 +227,8 @@ def _ranked(history: History, cost_model: CostModel) -> dict[Config, Outcome]:
 def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> list[Config]:
     """The feasible configs that may be the best, best first. Those that surely fit come before those that only just fitted.
 
-    Each group is compared with its own best, so safe configs always play, even where one that only just fitted is much faster. Such
-    a one comes first: where there is time for few, it plays, and a safe one takes its place if it fails.
+    Each group is compared with its own best, so safe configs are always among them, even where one that only just fitted is much
+    faster. Such a one comes first: where there is time for one alone, it plays.
     """
     sure = {config: outcome for config, outcome in ranked.items() if _fits_within(SURE_TO_FIT, outcome, objective)}
     near: list[Config] = []
@@ -238,8 +238,10 @@ def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> lis
         near += [config for config, merit in merits.items() if merit >= NEAR_BEST * best]
     merits = {config: objective.merit(ranked[config]) for config in near}
     fastest = max(near, key=merits.__getitem__, default=None)
-    if fastest is not None and merits[near[0]] < NEAR_BEST * merits[fastest]:
-        near.sort(key=lambda config: config != fastest)
+    if fastest is not None and fastest not in sure:
+        best_sure = max((merit for config, merit in merits.items() if config in sure), default=0.0)
+        if best_sure < NEAR_BEST * merits[fastest]:
+            near.sort(key=lambda config: config != fastest)
     return near
 
 

@@ -205,7 +205,6 @@ def open_search(
             # the cache of a deleted study: how long compiling takes is measured without it
             if not kept.earlier and not kept.place.is_shared:
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
-            import_ahead(*LATER)
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec)
@@ -270,6 +269,7 @@ def _require_figure(options: SearchOptions, slots: Sequence[Slot]) -> None:
 def _local_runner(source: TaskSource, options: SearchOptions, place: Place, found: Slots | None) -> Runner:
     """Processes on this machine, in one slot or in several."""
     import_timeout_s = max(MIN_TIMEOUT_S, options.longest_s)
+    import_ahead(*LATER)
     if found is not None:
         return SlotsRunner(source, found, logs=place.logs, import_timeout_s=import_timeout_s, compiled=place.compiled)
     return LocalRunner(

@@ -323,8 +323,8 @@ def may_fit(history: History, cost_model: CostModel, config: Config) -> bool:
 
 
 def is_hopeless(history: History, cost_model: CostModel) -> bool:
-    """Whether nothing fits, some probes failed as predicted, and the config likeliest to fit is predicted to fail too; or whether what
-    is searched for was observed of none of several configs that ran.
+    """Whether nothing fits, some probes failed as predicted, and the config that is next (the likeliest to fit, or the leanest) is
+    predicted to fail too; or whether what is searched for was observed of none of several configs that ran.
     """
     if history.best is not None:
         return False
@@ -339,8 +339,8 @@ def is_hopeless(history: History, cost_model: CostModel) -> bool:
     ]
     if len(foreseen) < MOST_UNLIKELY:
         return False
-    safest = cost_model.propose(history)
-    return safest is not None and not may_fit(history, cost_model, safest.config)
+    following = cost_model.propose(history)
+    return following is not None and not may_fit(history, cost_model, following.config)
 
 
 def nothing(history: History, cost_model: CostModel, inspection: Inspection, refused: Sequence[str]) -> str:

@@ -131,7 +131,7 @@ FAULTS = {
     "a comparison with plain fp32 that breaks the context": Fault(
         settings={
             "kernel_error": "700:1:AUnaryFunctorIlll"
-        },  # integers that are multiplied in a batch of a comparison's size alone
+        },  # integers that are multiplied in batches of a comparison's size
         budget="2m",
         says="--device cuda",
         mentions="the comparison did not run (error: AcceleratorError: CUDA error",

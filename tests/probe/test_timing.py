@@ -98,6 +98,14 @@ def test_blocks_longer_than_the_time_allowed_need_only_be_two(block_s, fewest):
     assert len(blocks.samples_per_s) == fewest
 
 
+@pytest.mark.parametrize(("speeds", "fewest"), [((100.0, 104.0), 2), ((78.0, 109.0), 4)])
+def test_long_blocks_that_differ_are_timed_twice_as_long(speeds, fewest):
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.001, max_timed_s=0.5))
+    while not blocks.enough:
+        blocks.add(speeds[len(blocks.samples_per_s) % 2], 0.5)
+    assert len(blocks.samples_per_s) == fewest
+
+
 def test_noise_that_no_longer_shrinks_ends_the_timing_before_the_time_is_up():
     blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.001, max_timed_s=math.inf))
     for index in range(1000):

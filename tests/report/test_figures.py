@@ -121,3 +121,10 @@ def test_every_view_begins_with_the_same_words(result: Result, change: Callable[
 def test_a_wide_interval_that_holds_1_leaves_the_gain_that_was_seen_beside_its_bound(result: Result) -> None:
     told = said_of(but(result, verdict="undecided", speedup=1.33, speedup_ci=(0.81, 2.2), num_rounds=4))
     assert (told.verdict, told.gain, told.sure) == ("probably faster", "1.33x", "at least 0.81x")
+
+
+def test_a_gain_that_only_later_runs_leave_open_is_one_of_this_search(result: Result) -> None:
+    told = said_of(but(result, verdict="faster", speedup=1.07, speedup_ci=(0.98, 1.16), num_rounds=5))
+    assert told.verdict == "faster in this search" and told.sure == "95% interval of later runs 0.98x to 1.16x"
+    clear = said_of(but(result, verdict="faster", speedup=1.07, speedup_ci=(1.02, 1.13), num_rounds=5))
+    assert clear.verdict == "faster" and clear.sure == "95% interval 1.02x to 1.13x"
