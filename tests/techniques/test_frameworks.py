@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "matmul_precision": ("highest", "tf32"),
     "cudnn_benchmark": (False, True),
     "expandable_segments": (False, True),
+    "keep_heap": (False, True),
     "activation_offload": (0, 1, 2, 3),
     "attention": ("default", "sdpa", "flash", "efficient", "cudnn", "math"),
     "channels_last": (False, True),

@@ -39,8 +39,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 # of these `support` is not asked: it offers them on GPUs alone
 GPU_ONLY = {"activation_offload", "optimizer_state"}
-# settings of GPUs; what loads data reaches no gradient, either
-NO_GRADIENT_ON_A_CPU = {"matmul_precision", "cudnn_benchmark", "expandable_segments"}
+# settings of GPUs and of the heap; what loads data reaches no gradient, either
+NO_GRADIENT_ON_A_CPU = {"matmul_precision", "cudnn_benchmark", "expandable_segments", "keep_heap"}
 PARTNERS: dict[str, dict[str, Any]] = {
     "alone": {},
     "checkpointing": {"checkpoint_segments": 2},
