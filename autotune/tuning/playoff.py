@@ -33,7 +33,7 @@ SURE = 1.6449  # standard deviations above that, which leave this chance
 CONFIDENCE = 0.95
 LOST = 0.01  # chance to be better than the leader, or than the baseline by `CLOSE`, below which an entrant is out
 CLOSE = 0.02  # a tie is only between configs this close, however wide the interval
-SHORTEST_TIMED_S = 0.75
+SHORTEST_TIMED_S = 0.5
 GUEST = "the guest"  # among the configs of those who play
 
 

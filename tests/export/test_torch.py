@@ -136,7 +136,7 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
         {"batch_size": 2, "accumulation_steps": 2, "channels_last": True, "checkpoint_segments": 2},
         {"batch_size": 4, "inplace_activations": True, "optimizer_impl": "foreach", "amp": "bf16"},
     ],
-    "recurrent": [{"batch_size": 2, "accumulation_steps": 2, "checkpoint_segments": 1}],
+    "recurrent": [{"batch_size": 2, "accumulation_steps": 2, "checkpoint_segments": 1, "keep_heap": True}],
     "unet": [{"batch_size": 4, "channels_last": True, "checkpoint_segments": 1, "amp": "bf16"}],
     "sparse": [{"batch_size": 2, "accumulation_steps": 2, "checkpoint_segments": 2}],
     "frozen": [{"batch_size": 4, "optimizer_in_backward": True, "checkpoint_segments": 2}],
