@@ -22,6 +22,8 @@ SMALL = (
     "--grid",
     "amp=off,bf16",
     "--grid",
+    "keep_heap=false",
+    "--grid",
     "inplace_activations=false",
     "--include",  # a processor may only emulate bf16
     "amp",

@@ -223,7 +223,7 @@ def test_on_a_cpu_the_counters_of_its_sockets_tell_it(tmp_path: Path, monkeypatc
         (zone / name).write_text(text)
     (tmp_path / "net.py").write_text(FILES)
     monkeypatch.setattr(rapl, "FOLDER", tmp_path)
-    settings = ProbeSettings(memory_limit_bytes=None, min_timed_s=0.3, max_timed_s=0.3, phases=False)
+    settings = ProbeSettings(memory_limit_bytes=None, min_timed_s=1.0, max_timed_s=1.0, phases=False)
     with LocalRunner(TaskSource.of(tmp_path / "net.py"), device="cpu", logs=tmp_path / "logs") as runner:
         assert runner.slots()[0].device.no_energy == ""
         for size in (10, 40):
@@ -231,9 +231,8 @@ def test_on_a_cpu_the_counters_of_its_sockets_tell_it(tmp_path: Path, monkeypatc
             assert measured is not None and measured.counted[0].counter == "intel-rapl:0"
             stated = (1 + 0.01 * size**2) / size
             assert measured.joules_per_sample is not None
-            assert (
-                0.5 * stated < measured.joules_per_sample < 2 * stated
-            )  # other work stretches windows and steps unlike
+            # other work stretches windows and steps unlike
+            assert stated / 3 < measured.joules_per_sample < 3 * stated
 
 
 def test_on_a_machine_that_is_never_alone_it_gives_up_soon_and_says_why(tmp_path: Path) -> None:

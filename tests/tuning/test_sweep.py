@@ -30,6 +30,7 @@ GRID = {
     "optimizer_impl": ("default",),
     "checkpoint_segments": (0,),
     "inplace_activations": (False,),
+    "keep_heap": (False,),
 }
 
 
