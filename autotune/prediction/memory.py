@@ -271,7 +271,8 @@ class _Traced:
         """From how well the fit does: a library may hold far more for a choice or a group than anything that is traced."""
         if not len(self._noise):
             return
-        typical_bytes = float(self._seen.held.mean())
+        # a library's buffers for a choice are as large where the model is tiny
+        typical_bytes = max(float(self._seen.held.mean()), self._line.fixed_bytes)
         grid = np.array(list(itertools.product(GROUP_STDS, UNTRACED_STDS)))
         of_line, of_groups, of_choices = self._kernels(self._seen, self._seen)
         within, of_choices = of_line + np.diag(self._noise), typical_bytes**2 * of_choices

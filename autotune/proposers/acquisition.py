@@ -33,6 +33,7 @@ UNKNOWN_MEMORY_STD = 0.5  # in logarithms, where nothing is known of a config's 
 # expected to, the leanest.
 UNSAFE = 1e4
 LEAN = 30.0  # a config that needs one per cent less memory may be 30 per cent less likely to run
+TIE = 0.1  # weight of what is not known of a config's memory: of two that need as much, the better known one is the leaner
 MAX_ENUMERATED = 3000  # a space of at most so many configs is looked at whole
 NUM_STARTS = 3  # of the climbs through a larger space
 UNSEEN_FAULT = 0.05  # chance that a probe is far off without a sign of it
@@ -162,8 +163,10 @@ class Acquisition:
         if self.best is None:
             careful = (1 + self.shortages) * np.log(np.maximum(chance, 1e-9)) - np.log(self._cost(configs))
             # of what is not expected to fit, the less is known, the better is its chance: taking that would teach nothing of the rest
-            most = np.log([peak.high_bytes if peak else limit for peak in peaks])
-            lean = np.log(np.maximum(to_run, 1e-9)) - LEAN * most - np.log(self._cost(configs))
+            need = np.array(
+                [math.log(peak.peak_bytes) + TIE * peak.log_std if peak else math.log(limit) for peak in peaks]
+            )
+            lean = np.log(np.maximum(to_run, 1e-9)) - LEAN * need - np.log(self._cost(configs))
             unsafe = np.where(to_fit > LIKELY, careful, lean - UNSAFE) - UNSAFE
             score = np.where(safe, self._merit(configs, peaks) + careful, unsafe)
             return Posterior(peaks, np.ones(len(configs)), to_fit, chance, score)
