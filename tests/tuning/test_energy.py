@@ -232,7 +232,7 @@ def test_on_a_cpu_the_counters_of_its_sockets_tell_it(tmp_path: Path, monkeypatc
             stated = (1 + 0.01 * size**2) / size
             assert measured.joules_per_sample is not None
             # other work stretches windows and steps unlike
-            assert stated / 3 < measured.joules_per_sample < 3 * stated
+            assert 0.5 * stated < measured.joules_per_sample < 2 * stated
 
 
 def test_on_a_machine_that_is_never_alone_it_gives_up_soon_and_says_why(tmp_path: Path) -> None:
