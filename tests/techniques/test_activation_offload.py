@@ -8,18 +8,15 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.devices.targets import AbsentGpu
-from autotune.records.device import DeviceInfo
 from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques import activation_offload as module
 from autotune.techniques.activation_offload import ActivationOffload
 
+from .gpus import GPU
 from .kinds import KINDS
 from .test_checkpoint_segments import Block, Listed, with_gradient_penalty
 
 techniques = find_techniques()
-
-GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 
 
 @pytest.fixture(autouse=True)

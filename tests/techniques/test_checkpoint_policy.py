@@ -9,18 +9,16 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune import prepare
-from autotune.devices.targets import AbsentGpu
-from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.techniques import find_techniques
 from autotune.techniques.checkpoint_policy import CheckpointPolicy
 
+from .gpus import GPU
 from .kinds import KINDS
 from .test_checkpoint_segments import Block, Chained, Listed, with_gradient_penalty
 
 techniques = find_techniques()
 
-GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 SELECTIVE = {"checkpoint_policy": "selective"}
 
 

@@ -7,17 +7,15 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.devices.targets import AbsentGpu
-from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.task.batches import tensors
 from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.device_prefetch import Copier, DevicePrefetch, ahead, memory_on
 from tests.batches_of_any_kind import BELIEVED
 
-techniques = find_techniques()
+from .gpus import GPU
 
-GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
+techniques = find_techniques()
 
 
 def with_dataset(num_samples: int = 10) -> Task:

@@ -9,17 +9,14 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.devices.targets import AbsentGpu
-from autotune.records.device import DeviceInfo
 from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.cudnn_benchmark import CudnnBenchmark
 from autotune.techniques.expandable_segments import ExpandableSegments, _set, _settings
 
+from .gpus import GPU
 from .kinds import KINDS
 
 keep_settings = find_techniques().keep_settings
-
-GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 
 
 def test_convolutions_on_a_gpu_have_cudnns_benchmark(make_setting: Any) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from autotune.devices.targets import AbsentGpu
-from autotune.records.device import DeviceInfo
 from autotune.techniques.keep_heap import KeepHeap
 
+from .gpus import GPU
 from .kinds import KINDS
 
-GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 # What a step does with its activations: they are taken, and all are freed. Blocks of more than 32 MiB are never kept otherwise.
 STEPS = """
 import resource

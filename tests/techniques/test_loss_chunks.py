@@ -10,17 +10,16 @@ from torch import nn
 from torch.nn import functional
 
 from autotune import prepare
-from autotune.devices.targets import AbsentGpu
-from autotune.records.device import DeviceInfo
 from autotune.task import Task
 from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.loss_chunks import LossChunks
 from autotune.techniques.tensors import scores
 
+from .gpus import GPU
+
 techniques = find_techniques()
 
 CLASSES = 4099
-GPU = AbsentGpu(DeviceInfo(name="cuda", model="a GPU", total_bytes=2**34, free_bytes=2**34, capability=(8, 0)))
 
 Loss = Callable[[Any, Any], Any]
 # ways to the loss that people write: (batch, length, classes), (batch, length) -> loss
