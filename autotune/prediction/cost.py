@@ -344,7 +344,7 @@ class CostModel:
         The prior is taken out of the posterior, both normal: precisions are subtracted. Left out are the first term, which is in units
         of cost, and parameters of which the observations say next to nothing.
         """
-        prior, posterior = self._prior_variances(), (self._spread**2).sum(axis=1)
+        prior, posterior = self._prior_variances, (self._spread**2).sum(axis=1)
         found = {}
         for place, name in enumerate(self._layout.parameters[1:], start=1):
             if posterior[place] < TELLING * prior[place]:
@@ -407,16 +407,9 @@ class CostModel:
         self._alone_features = np.array([self._design.features[row, term] for row, term, _ in alone])
         self._alone_values = np.array([value - self._design.scales[row, term] for row, term, value in alone])
         # Else a share far below the expected one (batches that are made ahead) would be put down to the other terms as well.
-        self._precision = self._layout.precision.copy()
-        for term in {term for _, term, _ in alone}:
-            self._precision[term, term] = VAGUE**-2
-
-    def _prior_variances(self) -> Array:
-        """Of each parameter, (p,)."""
-        variances = np.diag(self._layout.covariance).copy()
-        measured = np.diag(self._precision) < np.diag(self._layout.precision)
-        variances[measured] = 1 / np.diag(self._precision)[measured]
-        return variances
+        measured = [term for _, term, _ in alone]
+        self._precision, self._prior_variances = self._layout.precision.copy(), np.diag(self._layout.covariance).copy()
+        self._precision[measured, measured], self._prior_variances[measured] = VAGUE**-2, VAGUE**2
 
     def _step_until_settled(self) -> None:
         """Gauss-Newton: each step is a generalised least-squares fit of the model linearised at the last one."""

@@ -79,7 +79,7 @@ class Run:
     warm_steps: list[WarmStep] = field(default_factory=list)
     _settled_micro_s: list[float] = field(default_factory=list)  # of warm-up micro steps after the run had settled
     _tells_speed: bool = (
-        False  # whether what is clocked now bounds the speed: not the first step, and not the largest batches
+        False  # whether what is clocked bounds the speed: not in the first step, nor with the largest batches
     )
 
     def __post_init__(self) -> None:

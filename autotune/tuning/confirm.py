@@ -232,16 +232,15 @@ def near_the_best(ranked: Mapping[Config, Outcome], objective: Objective) -> lis
     """
     sure = {config: outcome for config, outcome in ranked.items() if _fits_within(SURE_TO_FIT, outcome, objective)}
     near: list[Config] = []
+    bests: list[float] = []
     for group in (sure, {config: outcome for config, outcome in ranked.items() if config not in sure}):
         merits = {config: objective.merit(outcome) for config, outcome in group.items()}
         best = max(merits.values(), default=0.0)
         near += [config for config, merit in merits.items() if merit >= NEAR_BEST * best]
-    merits = {config: objective.merit(ranked[config]) for config in near}
-    fastest = max(near, key=merits.__getitem__, default=None)
-    if fastest is not None and fastest not in sure:
-        best_sure = max((merit for config, merit in merits.items() if config in sure), default=0.0)
-        if best_sure < NEAR_BEST * merits[fastest]:
-            near.sort(key=lambda config: config != fastest)
+        bests.append(best)
+    best_sure, best_other = bests
+    if best_sure < NEAR_BEST * best_other:
+        near.sort(key=lambda config: objective.merit(ranked[config]) < best_other)  # the fastest first
     return near
 
 

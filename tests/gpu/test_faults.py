@@ -129,9 +129,7 @@ FAULTS = {
         slow=True, stage=lambda played: played.hold_after_death_s(1.0), says="--device cuda"
     ),
     "a comparison with plain fp32 that breaks the context": Fault(
-        settings={
-            "kernel_error": "700:1:AUnaryFunctorIlll"
-        },  # integers that are multiplied in batches of a comparison's size
+        settings={"kernel_error": "700:1:AUnaryFunctorIlll"},  # integers, multiplied where a batch is a comparison's
         budget="2m",
         says="--device cuda",
         mentions="the comparison did not run (error: AcceleratorError: CUDA error",
