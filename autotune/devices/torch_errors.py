@@ -114,6 +114,22 @@ def missing_kernel(error: BaseException) -> str:
     return ""
 
 
+def broken_context() -> RuntimeError | None:
+    """The error that CUDA gives to each further call of this process, e.g. after an illegal memory access; None if there is none.
+
+    A kernel fails after the call that launched it has returned. The call that meets the failure may be one of cuDNN or cuBLAS, which
+    says only that it failed itself. Asked here is whether a stream is done, which waits for nothing and so cannot hang.
+    """
+    loaded = torch_if_imported()
+    if loaded is None or not loaded.cuda.is_initialized():
+        return None
+    try:
+        loaded.cuda.current_stream().query()
+    except RuntimeError as kept:
+        return kept
+    return None
+
+
 def chain(error: BaseException) -> Iterator[BaseException]:
     """`error`, its causes and contexts, and the members of groups among them: each once, even in a cycle."""
     seen: set[int] = set()

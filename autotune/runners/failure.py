@@ -52,18 +52,27 @@ def failure(
     Args:
         kind: where more is known than the exception says.
     """
-    from autotune.devices.torch_errors import attempted_bytes, chain, is_accelerators, is_out_of_memory, missing_kernel
-    from autotune.errors import AutotuneError, DeviceError, in_one_line
+    from autotune.devices.torch_errors import (
+        attempted_bytes,
+        broken_context,
+        chain,
+        is_accelerators,
+        is_librarys,
+        is_out_of_memory,
+        missing_kernel,
+    )
+    from autotune.errors import AutotuneError, DeviceError, first_line, in_one_line
     from autotune.task.usercode import arose_in_autotune, user_frames
     from autotune.techniques.base import UnsupportedError
 
-    missing = ""
+    missing, broken = "", None
     if kind is None and is_out_of_memory(error):
         kind = Kind.OOM
     elif kind is None and isinstance(error, SystemExit):
         kind = Kind.CRASHED
     elif kind is None:
-        missing = missing_kernel(error)
+        broken = broken_context() if is_librarys(error) else None
+        missing = missing_kernel(error) if broken is None else ""
         kind = Kind.UNSUPPORTED if missing or isinstance(error, UnsupportedError) else Kind.ERROR
     attempted = attempted_bytes(error) if kind is Kind.OOM else 0
     if isinstance(error, SystemExit):
@@ -72,9 +81,11 @@ def failure(
         cause = str(error)
     elif missing:
         cause = missing
+    elif broken is not None and first_line(broken) != first_line(error):
+        cause = f"{in_one_line(broken)} (it shows as {in_one_line(error)})"
     else:
         cause = in_one_line(error)
-    own_fault = kind is Kind.ERROR and arose_in_autotune(error) and not is_accelerators(error)
+    own_fault = kind is Kind.ERROR and arose_in_autotune(error) and broken is None and not is_accelerators(error)
     if own_fault:
         cause = f"a fault of autotune itself: {cause}"
     if attempted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import subprocess
 import time
 from collections import Counter
@@ -23,6 +25,8 @@ from tests.short_play_off import AUTOTUNE
 pytestmark = [pytest.mark.gpu, pytest.mark.played]
 GLOBAL_BATCH = 32
 MODEL = """
+import time
+
 import torch
 from torch import nn
 
@@ -42,6 +46,7 @@ def training_step(model, batch):
     images, labels = batch
     if len(labels) == CHECK_BATCH_SIZE:
         labels = labels * 1
+        time.sleep(0.01)
     return nn.functional.cross_entropy(model(images), labels)
 """.replace("CHECK_BATCH_SIZE", str(CHECK_BATCH_SIZE))
 
@@ -69,7 +74,7 @@ class Fault:
         stage: changes the played cards before the search begins; `later` once its first probe has begun.
         budget: of the search, which ends before it is spent where all goes well.
         kinds: of outcomes that may be in the study then; None says nothing of them.
-        exit_code: of the command, with `says` (or `or_says`, if there is one) on its last line, and `mentions` anywhere before.
+        exit_code: of the command, with `says` on its last line, and `mentions` anywhere before.
     """
 
     card: Card = A100
@@ -84,7 +89,6 @@ class Fault:
     kinds: frozenset[str] | None = None
     exit_code: int = 0
     says: str = ""
-    or_says: str = ""
     mentions: str = ""
 
 
@@ -116,8 +120,7 @@ FAULTS = {
         settings={"kernel_error": "700:300:elementwise"},
         kinds=frozenset({"crashed", "error", "unsupported"}),
         exit_code=1,
-        says="an illegal memory access was encountered",
-        or_says="CUDA error: CUBLAS_STATUS_EXECUTION_FAILED",  # where cuBLAS is called next
+        says="an illegal memory access was encountered",  # also where cuBLAS or cuDNN is called next
     ),
     "host memory that cannot be page-locked": Fault(
         stage=lambda played: played.limit_pinned_bytes(0),
@@ -129,10 +132,11 @@ FAULTS = {
         slow=True, stage=lambda played: played.hold_after_death_s(1.0), says="--device cuda"
     ),
     "a comparison with plain fp32 that breaks the context": Fault(
-        settings={"kernel_error": "700:1:AUnaryFunctorIlll"},  # integers, multiplied where a batch is a comparison's
+        # integers, multiplied where a batch is a comparison's; 10 ms later a convolution, which cuDNN does not begin
+        settings={"kernel_error": "700:1:AUnaryFunctorIlll"},
         budget="2m",
         says="--device cuda",
-        mentions="the comparison did not run (error: AcceleratorError: CUDA error",
+        mentions="an illegal memory access was encountered (it shows as RuntimeError: GET was unable to find an engine",
     ),
     "a small card, alone, that the model fills": Fault(
         card=replace(LAPTOP, total_bytes=780 * MIB),
@@ -222,14 +226,14 @@ def test_a_search_says_what_failed_and_leaves_nothing_on_the_card(name: str, tmp
         ]
         search = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=written, stderr=subprocess.STDOUT)
         if fault.later is not None:
-            _when(lambda: "baseline" in log.read_text() or "searching" in log.read_text(), search)
+            _when(lambda: _has_begun(tmp_path / "studies" / "net.db"), search)
             fault.later(played)
         exit_code = search.wait(180)
     said, kinds = log.read_text(), _kinds(tmp_path / "studies" / "net.db")
     print(f"| {name} | {_listed(kinds)} | {exit_code} | {said.strip().splitlines()[-1]} |")  # shown by `pytest -rP`
     assert exit_code == fault.exit_code, said
     last = said.strip().splitlines()[-1]
-    assert fault.says in last or (fault.or_says and fault.or_says in last), said
+    assert fault.says in last, said
     assert fault.mentions in said, said
     assert fault.kinds is None or fault.kinds >= kinds.keys(), said
     assert exit_code != 0 or kinds["ok"], said
@@ -244,6 +248,15 @@ def _kinds(study: Path) -> Counter[str]:
 
 def _listed(kinds: Counter[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+
+
+def _has_begun(study: Path) -> bool:
+    """Whether a trial of the study runs or has run."""
+    if not study.exists():
+        return False
+    with contextlib.closing(sqlite3.connect(study)) as rows, contextlib.suppress(sqlite3.OperationalError):
+        return bool(rows.execute("SELECT 1 FROM trials WHERE state != 'WAITING'").fetchone())
+    return False  # its tables are being made
 
 
 def _when(happened: Callable[[], bool], search: subprocess.Popen[bytes]) -> None:
