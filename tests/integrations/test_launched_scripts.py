@@ -57,8 +57,10 @@ def test_the_tutorial_of_torchrun(tmp_path: Path) -> None:
     script = replaced(scripts.TORCHRUN, scripts.TORCHRUN_ON_CPU)
     done = run(script, scripts.TORCHRUN_TUNED, TORCHRUN, tmp_path)
     trained = [f"[GPU{rank}] Epoch 0 | Batchsize: 32 | Steps: 32" for rank in range(2)]
-    # not as lines: two processes that print at once write both texts and then both ends of their lines
-    assert all(text in done.stdout for text in (*trained, "Epoch 0 | Training snapshot saved at snapshot.pt")), done.stdout
+    # not as lines: two processes that print at once write both texts, then both ends of their lines
+    assert all(text in done.stdout for text in (*trained, "Epoch 0 | Training snapshot saved at snapshot.pt")), (
+        done.stdout
+    )
 
 
 @pytest.mark.slow
