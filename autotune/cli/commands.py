@@ -176,8 +176,10 @@ def _warn(text: str) -> None:
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace, **expected: Any) -> int:
     from autotune.report.study import outcome_sections
+    from autotune.techniques import find_techniques
 
-    _show(options, {"config": config, **outcome.to_dict(), **expected}, outcome_sections(outcome, config))
+    sections = outcome_sections(outcome, config, find_techniques())
+    _show(options, {"config": config, **outcome.to_dict(), **expected}, sections)
     if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
         return USAGE
     return ANSWERED if outcome.ok else NOTHING_FEASIBLE

@@ -15,18 +15,18 @@ from autotune.report.sections import Cell, Paragraph, Section, table
 from autotune.units import format_bytes
 
 MOST_KINDS = 3  # of layers that are named
-BEST = "best: the fastest config over its study's baseline"
+ANSWER = "answer: the speed of a study's answer over its baseline's, as the search measured both once"
 
 
 def sections(studies: Sequence[PriorStudy], files: Sequence[Path]) -> list[Section]:
     """A row for each study, the newest first."""
     if not studies:
         return [Section("", (Paragraph("Nothing is remembered: no search of a model has ended here."),))]
-    head = ("study", ">configs", ">best", "of")
+    head = ("study", ">configs", ">answer", "of")
     size = format_bytes(sum(file.stat().st_size for file in files))
     studies_in_all = "1 study" if len(studies) == 1 else f"{len(studies)} studies"
     held = f"{studies_in_all} in {size}: {', '.join(map(str, files))}"
-    return [Section("What earlier studies taught", (table(head, list(map(_row, studies))), Paragraph(held)), BEST)]
+    return [Section("What earlier studies taught", (table(head, list(map(_row, studies))), Paragraph(held)), ANSWER)]
 
 
 def plain(studies: Sequence[PriorStudy], files: Sequence[Path]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _row(study: PriorStudy) -> tuple[Cell, ...]:
     return (
         study.name,
         f"{len(study.trials)}" + (f" ({failed} failed)" if failed else ""),
-        times(max(trial.speed for trial in study.trials)),
+        next((times(trial.speed) for trial in study.trials if trial.config == study.answer), "none"),
         "; ".join(filter(None, (_model(about.signature), about.device, f"torch {about.torch}", searched))),
     )
 

@@ -10,10 +10,11 @@ from autotune.records.config import BATCH_KEYS, Choice, describe_batch
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Result
 from autotune.records.study import BASELINE, PLAY_OFF, Trial
-from autotune.report.answer import answer_sections, as_code, front_section
+from autotune.report.answer import answer_sections, as_code, as_json, front_section
 from autotune.report.figures import counts, gain_in_table, limit_words, measured_rate, rate, said_of, spread, times
 from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, by_reason, pairs, table
 from autotune.study.reading import Study
+from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_seconds, plural
 
 MACHINE = ("device", "num_threads", "driver", "torch", "autotune", "total_bytes", "memory_limit_bytes", "global_batch")
@@ -188,9 +189,9 @@ def _answer_figures(answer: Result, *, has_energy: bool) -> tuple[Cell, ...]:
     return verdict, gain, speed, measured_rate(base) if base else "-", format_bytes(answer.peak_bytes), *told
 
 
-def outcome_sections(outcome: Outcome, config: Mapping[str, Choice]) -> Iterator[Section]:
+def outcome_sections(outcome: Outcome, config: Mapping[str, Choice], techniques: Techniques) -> Iterator[Section]:
     """The figures of a probe that ran; for one that did not, the cause and the log."""
-    rows: dict[str, Cell] = {"config": str(dict(config))}
+    rows: dict[str, Cell] = {"config": as_json(config, techniques)}
     if outcome.measurement is None:
         rows["outcome"] = Span(f"{outcome.kind}: {outcome.cause} (during {outcome.stage})", Tone.BAD)
     else:

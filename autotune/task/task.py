@@ -258,7 +258,7 @@ class Task:
         elif adapters.is_lightning(model):
             source, loss = f"training_step of {type(model).__name__}", adapters.lightning_loss(model, batch)
         else:
-            source, loss = f"the model's own loss ({type(model).__name__})", losses.default_loss(model, batch)
+            source, loss = f"the model's own loss ({type(model).__name__})", self._default_loss(model, batch)
         if not isinstance(loss, torch.Tensor):
             hint = "is `return loss` missing?" if loss is None else "return the loss itself, not its value or a pair"
             raise TaskError(f"{source} returned {describe(loss)}; expected the loss as a scalar tensor: {hint}")
@@ -275,6 +275,16 @@ class Task:
                 "`torch.tensor(...)`"
             )
         return loss
+
+    def _default_loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        try:
+            return losses.default_loss(model, batch)
+        except TaskError as error:
+            if self.origin is None or not self.origin.warnings:
+                raise
+            raise TaskError(
+                f"{error}\n\n{'; '.join(self.origin.warnings)}"
+            ) from None  # a misspelt `training_step`, say
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """What evaluation finds of a batch that is on the model's device: scalars by name, `loss` where there is one alone.

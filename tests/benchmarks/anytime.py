@@ -126,18 +126,17 @@ def replayed(paths: Sequence[Path], seeds: int, workers: int, kept: Kept) -> dic
         for path in paths
         for tight in (False, True)
     }
-    known = kept.found()
-    missing = [key for key in jobs if key not in known]
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {key: pool.submit(replay, *jobs[key]) for key in missing}
-        for key, future in futures.items():
-            known[key] = asdict(future.result())
-            kept.add(key, known[key])
+        known = kept.each(jobs, _replay, pool)
     found: dict[str, list[Anytime]] = {}
     for key, (path, _, _) in jobs.items():
         wide = ", all techniques" if path in WIDE_TABLES else ""
         found.setdefault(path.parent.name + wide, []).append(Anytime(**known[key]))
     return found
+
+
+def _replay(path: Path, tight: bool, seed: int) -> dict[str, float]:
+    return asdict(replay(path, tight, seed))
 
 
 def recorded_table(found: Mapping[str, Sequence[Anytime]], seeds: int) -> Iterator[str]:

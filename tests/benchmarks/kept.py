@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,12 @@ class Kept:
             known[key] = find()
             self.add(key, known[key])
         return known[key]
+
+    def each(self, jobs: Mapping[str, tuple[Any, ...]], find: Callable[..., Any], pool: Executor) -> dict[str, Any]:
+        """What `find` finds of each job's arguments, several at once, by the job's key; what is kept is not found again."""
+        known = self.found()
+        futures = {key: pool.submit(find, *arguments) for key, arguments in jobs.items() if key not in known}
+        for key, future in futures.items():
+            known[key] = future.result()
+            self.add(key, known[key])
+        return {key: known[key] for key in jobs}

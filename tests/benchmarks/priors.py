@@ -26,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from autotune.proposers.base import Proposer
 from autotune.records.options import SearchOptions
@@ -114,27 +115,23 @@ def probes_until_near(scenario: Scenario, given: Sequence[PriorStudy], seed: int
 
 def all_left(paths: Sequence[Path], pool: ProcessPoolExecutor, kept: Kept) -> dict[Path, PriorStudy]:
     """What searches over all tables leave."""
-    keys = {path: f"left by {path}" for path in paths}
-    found = kept.found()
-    missing = [path for path in paths if keys[path] not in found]
-    for path, study in zip(missing, pool.map(left_by, missing), strict=True):
-        found[keys[path]] = study.to_dict()
-        kept.add(keys[path], study.to_dict())
-    return {path: PriorStudy.from_dict(found[keys[path]]) for path in paths}
+    found = kept.each({f"left by {path}": (path,) for path in paths}, _left_by, pool)
+    return dict(zip(paths, map(PriorStudy.from_dict, found.values()), strict=True))
+
+
+def _left_by(path: Path) -> dict[str, Any]:
+    return left_by(path).to_dict()
 
 
 def all_probes(
     jobs: Mapping[tuple[Scenario, str, int], Sequence[PriorStudy]], pool: ProcessPoolExecutor, kept: Kept
 ) -> dict[tuple[Scenario, str, int], float]:
     """Probes until near of every search: a scenario, the name of what it is given, and a seed, with the studies that are that."""
-    keys = {job: f"{job[0].path} {job[0].tight} {job[1]} {job[2]}" for job in jobs}
-    found = kept.found()
-    missing = [job for job in jobs if keys[job] not in found]
-    futures = [pool.submit(probes_until_near, job[0], jobs[job], job[2]) for job in missing]
-    for job, future in zip(missing, futures, strict=True):
-        found[keys[job]] = future.result()
-        kept.add(keys[job], found[keys[job]])
-    return {job: found[keys[job]] for job in jobs}
+    asked = {
+        f"{scenario.path} {scenario.tight} {name} {seed}": (scenario, given, seed)
+        for (scenario, name, seed), given in jobs.items()
+    }
+    return dict(zip(jobs, kept.each(asked, probes_until_near, pool).values(), strict=True))
 
 
 def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorStudy]]:

@@ -11,6 +11,7 @@ from autotune.records.outcome import Outcome
 from autotune.report.study import comparison_sections, outcome_sections, study_sections
 from autotune.report.terminal import as_text
 from autotune.study.reading import Study
+from autotune.techniques import find_techniques
 from autotune.units import format_bytes
 from tests.report.sample_study import BASELINE, FAILURES, but, measured
 
@@ -138,7 +139,7 @@ def test_a_study_without_an_answer_cannot_be_compared(study: Study, unanswered: 
 
 
 def told_of(outcome: Outcome) -> str:
-    return " ".join(as_text(outcome_sections(outcome, BASELINE.as_dict())).split())
+    return " ".join(as_text(outcome_sections(outcome, BASELINE.as_dict(), find_techniques())).split())
 
 
 def test_a_probe_that_ran_is_told_with_its_interval() -> None:
