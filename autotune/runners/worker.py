@@ -32,6 +32,7 @@ from autotune.records.config import ProbeSettings, World
 from autotune.records.device import DeviceInfo
 from autotune.records.outcome import COMPARING, COMPILING, Kind, Outcome, Progress
 from autotune.runners.failure import failure, outcome_of_failure
+from autotune.runners.heap import stir_heap
 from autotune.runners.ranks import LOOK_EVERY_S, Pace, answer_file, group_file, question_file
 from autotune.task import Task
 from autotune.task.loading import load_source
@@ -90,6 +91,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     """
     channel = Channel(request["channel"])
     _take_rank(request)
+    heap = stir_heap()
     reserve = bytearray(_RESERVE_BYTES)
 
     def report(news: Progress | dict[str, Any]) -> None:
@@ -114,6 +116,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     except BaseException as error:
         del reserve
         message = {"outcome": failure(error, "setup", 0.0).to_dict()}
+    del heap
     channel.send({"result": message, "ended_s": time.monotonic()})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
