@@ -342,6 +342,7 @@ class StepLoader:
             self._micro_loader = _micro_loader(
                 build.task, dataset, build.config.batch_size, shuffle=None if ordered else True, **options
             )
+            self._options = {name: choice for name, choice in options.items() if name != "sampler"}
 
     def __iter__(self) -> Iterator[StepBatch]:
         micro_batches = self.micro_batches()
@@ -374,6 +375,26 @@ class StepLoader:
         if self._micro_loader is None:
             raise TypeError("a task without a dataset makes batches without end")
         return -(-len(self._micro_loader) // self._config.accumulation_steps)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that load; 0 where training itself does."""
+        return 0 if self._micro_loader is None else self._micro_loader.num_workers
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of a pass; None for a stream, and where batches are made without end."""
+        loader = self._micro_loader
+        if loader is None or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+            return None
+        return len(loader.dataset)  # type: ignore[arg-type]
+
+    def cut(self, num_batches: int) -> torch.utils.data.DataLoader[Any]:
+        """A loader with workers of its own that passes over so few batches of the same dataset, in any order."""
+        assert self._micro_loader is not None and self.num_samples is not None
+        few = range(min(self.num_samples, num_batches * self._config.batch_size))
+        dataset = torch.utils.data.Subset(self._micro_loader.dataset, few)
+        return _micro_loader(self._task, dataset, self._config.batch_size, shuffle=True, **self._options)
 
     def micro_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield single micro batches, before they are grouped, and how many samples each holds."""

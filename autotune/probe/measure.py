@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
@@ -15,18 +14,17 @@ from typing import Any
 
 import torch
 
-from autotune.devices import Device, capabilities_of
-from autotune.errors import TaskError
+from autotune.devices import Device
 from autotune.group import Together, gather
 from autotune.probe.leaks import kept
 from autotune.probe.observers.base import Observers
+from autotune.probe.passes import MicroBatches
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
-from autotune.task.batches import StepBatch, map_tensors, num_bytes, tensors
-from autotune.units import GIB, plural
+from autotune.task.batches import StepBatch
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
@@ -35,17 +33,10 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 # settled of its warm-up counts: a single block is then long enough to see other work in it.
 LONG_S = 0.3
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
-NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
-PREPARED_BYTES = GIB  # at most so much host memory for them all, unless a single one takes more
-PREPARED_S = 0.5  # at most so long for making them all, unless a single one takes longer
 
 
 class NonFiniteError(Exception):
     """The loss or a gradient is NaN or infinite."""
-
-
-class TooFewSamplesError(TaskError):
-    """A pass over the training set gives no batch as large as the config's."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Run:
         self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
         self._own_finite = self._finite.clone()  # this process's part, when the loss of all was first not finite
         self._loss = torch.zeros((), device=self.session.device)
-        self._micro_batches = micro_batches(self.session)
+        self._micro_batches = MicroBatches(self.session)
         self._graph_breaks_before = num_graph_breaks()
         config, world = self.session.config, self.session.world
         samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
@@ -135,13 +126,21 @@ class Run:
             cut_short=cut_short,
             places=self.session.places,
         )
-        measured = self._observers.stop(measured)
+        measured = self._observers.stop(self._with_beginnings(measured))
         # a time-out would lose the measurement, so leaks are not looked for where a few more steps might not end in time
         alone = self.session.world.size == 1  # if the search for leaks failed in one process, the others would wait
         if alone and measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
             with contextlib.suppress(Exception):  # memory may run out, say
                 return replace(measured, leaks=kept(self._take_micro_step))
         return measured
+
+    def _with_beginnings(self, measured: Measurement) -> Measurement:
+        """The measurement with the share that the beginning of a pass over the training set has in the time of each sample."""
+        num_samples = self.session.loader.num_samples
+        # of a world's processes each waits for itself; steps whose number is given are told as they were
+        if num_samples is None or self.session.world.size > 1 or self.settings.num_steps or measured.cut_short:
+            return measured
+        return measured.with_beginnings(self._micro_batches.beginning_s(measured.samples_per_s), num_samples)
 
     def warm_up(self) -> float:
         """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
@@ -277,13 +276,13 @@ class Run:
                 update_s = phases.get("optimizer", 0.0)
                 blocks.add(self._samples / step_s, (step_s - update_s) / config.accumulation_steps + update_s)
             elif sliced:
-                slice_s = self._clock(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
+                slice_s = self._block_s(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
                 update_s = self._clock(self._update)
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
                 blocks.add(self._samples / full_s, slice_s + update_s)
             else:
                 count = min(steps_per_block, exact - num_whole) if exact else steps_per_block
-                block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
+                block_s = self._block_s(partial(self._steps, count), count * config.accumulation_steps)
                 blocks.add(count * self._samples / block_s, block_s)
                 num_whole += count
             self._require_finite_loss(self.num_steps)
@@ -409,6 +408,13 @@ class Run:
         self.reporter.trained(elapsed, num_micro_steps, tells_speed=self._tells_speed)
         return elapsed
 
+    def _block_s(self, work: Callable[[], object], num_micro_steps: int) -> float:
+        """Seconds of a timed block, without the beginnings of passes that fall into it, where those are told apart."""
+        before_s = self._micro_batches.beginnings_s
+        elapsed_s = self._clock(work, num_micro_steps)
+        apart = self.session.world.size == 1 and not self.settings.num_steps
+        return elapsed_s - (self._micro_batches.beginnings_s - before_s if apart else 0.0)
+
     def _seconds(self, work: Callable[[], object]) -> float:
         """Seconds that `work` takes on the device, in the process that takes the longest."""
         started = time.perf_counter()
@@ -483,42 +489,3 @@ def _compiler_counters() -> Any:
     """The compiler's counters; None in a process that has not imported it."""
     module: Any = sys.modules.get("torch._dynamo.utils")
     return module.counters if module is not None else {}
-
-
-def micro_batches(session: Session) -> Iterator[tuple[Any, int]]:
-    """Full micro batches without end, each with its size.
-
-    They come from the data loader if there is a dataset, so that loading is timed; else prepared micro batches are repeated.
-    """
-    if session.task.dataset() is None:
-        yield from itertools.cycle(_prepare_batches(session))
-    found = True
-    while found:
-        found = False
-        for micro, num_samples in session.loader.micro_batches():
-            if num_samples >= session.config.batch_size:  # the last of an epoch may be smaller
-                found = True
-                yield micro, num_samples
-    raise TooFewSamplesError(
-        f"a pass over train_dataset gives no batch of {plural(session.config.batch_size, 'sample')}; expected at least one: "
-        "choose a smaller batch_size, or give more data"
-    )
-
-
-def _prepare_batches(session: Session) -> list[tuple[Any, int]]:
-    """Some micro batches, fewer where they are large or take long to make.
-
-    For a GPU they lie in page-locked memory, as from a data loader that keeps up.
-    """
-    batches = session.loader.micro_batches()
-    started_s = time.perf_counter()
-    first = next(batches)
-    first_s = time.perf_counter() - started_s
-    first_bytes = sum(map(num_bytes, tensors(first[0])))
-    fitting, in_time = PREPARED_BYTES // max(1, first_bytes), int(min(NUM_PREPARED, PREPARED_S / max(1e-9, first_s)))
-    number = max(1, min(NUM_PREPARED, fitting, in_time))
-    prepared = [first, *itertools.islice(batches, number - 1)]
-    if capabilities_of(session.device.type).page_locked:
-        with contextlib.suppress(RuntimeError):  # the host allows no more page-locked memory
-            return [(map_tensors(torch.Tensor.pin_memory, micro), size) for micro, size in prepared]
-    return prepared

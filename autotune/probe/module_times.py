@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile
 
 from autotune.devices import Device
-from autotune.probe.measure import micro_batches
+from autotune.probe.passes import MicroBatches
 from autotune.records.config import ALONE, Config, World
 from autotune.records.explanation import BACKWARD, BATCH, FORWARD, LOSS, MODEL, STEP, UPDATE, ModuleTimes
 from autotune.recovery import RAISE
@@ -186,7 +186,7 @@ def _times(session: Session, device: Device) -> dict[str, dict[str, float]]:
         return {}
     clock: Callable[[], Any] = _event if device.capabilities.streams else time.perf_counter
     scopes = Scopes(session, clock)
-    batches = micro_batches(session)
+    batches = MicroBatches(session)
     for _ in range(NUM_WARMUP):
         session.step(StepBatch([next(batches)]))
     with scopes.followed():

@@ -18,7 +18,8 @@ from torch import nn
 
 from autotune import prepare
 from autotune.devices import open_device
-from autotune.probe.measure import Run, micro_batches
+from autotune.probe.measure import Run
+from autotune.probe.passes import MicroBatches
 from autotune.records.config import ProbeSettings
 from autotune.task import Task
 from autotune.techniques import activation_offload
@@ -193,7 +194,7 @@ def test_a_host_that_page_locks_no_batch_is_trained_on_all_the_same() -> None:
         task = Task(build_model=model, make_batch=lambda n: (torch.randn(n, 256), torch.randint(4, (n,))))
         session = prepare(task, {"batch_size": 256}, device="cuda")
         Played(Path(os.environ["PLAYED_STATE"])).limit_pinned_bytes(64 * KIB)
-        batches = micro_batches(session)
+        batches = MicroBatches(session)
         prepared = [next(batches)[0] for _ in range(4)]
         return [images.is_pinned() for images, _ in prepared], math.isfinite(session.step(prepared[0]).item())
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotune.devices import open_device
 from autotune.probe import measure
 from autotune.probe.measure import NonFiniteError, Run, is_finite
+from autotune.probe.passes import TooFewSamplesError
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
 from autotune.runners.failure import outcome_of_failure
@@ -166,7 +167,7 @@ def test_a_stream_that_gives_no_batch_as_large_is_an_error_of_its_own():
         def __iter__(self):
             return iter([(torch.randn(6), 1)] * 5)
 
-    with pytest.raises(measure.TooFewSamplesError, match="gives no batch of 8 samples") as raised:
+    with pytest.raises(TooFewSamplesError, match="gives no batch of 8 samples") as raised:
         run_of(task_of(make_batch=None, train_dataset=Stream), {"batch_size": 8}).measure(0.0)
     outcome = outcome_of_failure(raised.value, None, "warmup")
     assert outcome.kind is Kind.ERROR and outcome.too_few_samples
@@ -229,26 +230,6 @@ def test_where_the_peak_is_known_the_largest_batch_is_not_trained_again(monkeypa
     assert run.measure(0.0).peak_bytes == 2**50
 
 
-@pytest.mark.parametrize(("seconds", "prepared"), [(0.0, 4), (0.1, 4), (0.2, 2), (0.4, 1), (3.0, 1)])
-def test_batches_that_take_long_to_make_are_prepared_in_small_numbers(monkeypatch, seconds, prepared):
-    now, made = [0.0], []
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def micro_batches():
-        while True:
-            now[0] += seconds
-            made.append(torch.ones(2))
-            yield made[-1], 4
-
-    session = SimpleNamespace(
-        task=SimpleNamespace(dataset=lambda: None),
-        loader=SimpleNamespace(micro_batches=micro_batches),
-        device=torch.device("cpu"),
-    )
-    next(measure.micro_batches(session))
-    assert len(made) == prepared
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_one_value_that_is_not_finite_is_found_without_a_copy(dtype, bad):
@@ -273,30 +254,6 @@ def largest_result():
 
     with Watch():
         yield found
-
-
-@pytest.mark.parametrize(("batch_bytes", "prepared"), [(24, 4), (400 * 2**20, 2), (3 * 2**30, 1)])
-def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, prepared):
-    made = []
-    large = torch.empty(batch_bytes, dtype=torch.uint8, device="meta")
-    monkeypatch.setattr(measure, "tensors", lambda batch: [large])
-    session = SimpleNamespace(
-        task=SimpleNamespace(dataset=lambda: None),
-        loader=SimpleNamespace(micro_batches=lambda: ((made.append(number), 4) for number in range(100))),
-        device=torch.device("cpu"),
-    )
-    next(measure.micro_batches(session))
-    assert made == list(range(prepared))
-
-
-@pytest.mark.parametrize(("device", "where"), [("cuda", "page-locked"), ("cpu", "anywhere")])
-def test_batches_for_a_gpu_lie_in_page_locked_memory(monkeypatch, device, where):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: "page-locked")
-    monkeypatch.setattr(measure, "map_tensors", lambda change, micro: change(torch.ones(1)))
-    session = SimpleNamespace(
-        loader=SimpleNamespace(micro_batches=lambda: iter([("anywhere", 4)] * 9)), device=torch.device(device)
-    )
-    assert measure._prepare_batches(session) == [(where, 4)] * 4
 
 
 def test_what_was_timed_has_to_do_when_the_time_out_is_near():

@@ -156,7 +156,7 @@ def test_names_close_to_ours_are_warned_about(load):
 
 def test_where_no_default_loss_fits_a_misspelt_training_step_is_named(load):
     task = load("def trainin_step(model, batch): ...")
-    with pytest.raises(TaskError, match="no default loss fits(?s:.*)trainin_step in the model file is not used"):
+    with pytest.raises(TaskError, match=r"no default loss fits(?s:.*)trainin_step in the model file is not used"):
         task.loss(task.build_model(), (torch.zeros(3, 4), torch.zeros(3, 7)))
 
 

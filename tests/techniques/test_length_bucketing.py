@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from autotune import prepare
-from autotune.probe.measure import micro_batches
+from autotune.probe.passes import MicroBatches
 from autotune.task import Task
 from autotune.techniques import UnsupportedError, find_techniques
 from autotune.techniques.length_bucketing import LengthBucketing
@@ -107,7 +107,7 @@ def test_what_a_probe_times_is_like_the_whole() -> None:
     for seed in range(20):
         torch.manual_seed(seed)
         session = prepare(task, {"batch_size": BATCH_SIZE, "length_bucketing": True}, device="cpu")
-        batches = micro_batches(session)
+        batches = MicroBatches(session)
         widths = [next(batches)[0][0].shape[1]]
         before = reads
         for _ in range(11):

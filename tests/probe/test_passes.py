@@ -1,0 +1,166 @@
+"""Which micro batches a run takes, and what it costs to begin a pass over the training set."""
+
+import time
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from autotune.devices import open_device
+from autotune.probe import passes
+from autotune.probe.measure import Run
+from autotune.probe.passes import MicroBatches
+from autotune.records.config import ProbeSettings
+from autotune.session import prepare
+from autotune.task import Task
+
+torch.set_num_threads(1)
+LOAD_S = 0.01
+NUM_SAMPLES = 12
+
+
+class Slow(Dataset):
+    """Each sample takes 10 ms to load."""
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        time.sleep(LOAD_S)
+        return torch.randn(6), index % 3
+
+
+def training_step(model, batch):
+    time.sleep(4 * LOAD_S)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+SLOW = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Slow, training_step=training_step)
+
+
+def measured(config, **settings):
+    device = open_device("cpu")
+    session = prepare(SLOW, {"batch_size": 2, **config}, device=device)
+    settings = ProbeSettings(**{"memory_limit_bytes": None, "max_timed_s": 0.2, **settings})
+    return Run(session, device, settings, lambda progress: None).measure(0.0)
+
+
+@pytest.mark.parametrize(("seconds", "prepared"), [(0.0, 4), (0.1, 4), (0.2, 2), (0.4, 1), (3.0, 1)])
+def test_batches_that_take_long_to_make_are_prepared_in_small_numbers(monkeypatch, seconds, prepared):
+    now, made = [0.0], []
+    monkeypatch.setattr(passes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def micro_batches():
+        while True:
+            now[0] += seconds
+            made.append(torch.ones(2))
+            yield made[-1], 4
+
+    session = SimpleNamespace(
+        task=SimpleNamespace(dataset=lambda: None),
+        loader=SimpleNamespace(micro_batches=micro_batches),
+        device=torch.device("cpu"),
+    )
+    next(MicroBatches(session))
+    assert len(made) == prepared
+
+
+@pytest.mark.parametrize(("batch_bytes", "prepared"), [(24, 4), (400 * 2**20, 2), (3 * 2**30, 1)])
+def test_large_batches_are_prepared_in_small_numbers(monkeypatch, batch_bytes, prepared):
+    made = []
+    large = torch.empty(batch_bytes, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(passes, "tensors", lambda batch: [large])
+    session = SimpleNamespace(
+        task=SimpleNamespace(dataset=lambda: None),
+        loader=SimpleNamespace(micro_batches=lambda: ((made.append(number), 4) for number in range(100))),
+        device=torch.device("cpu"),
+    )
+    next(MicroBatches(session))
+    assert made == list(range(prepared))
+
+
+@pytest.mark.parametrize(("device", "where"), [("cuda", "page-locked"), ("cpu", "anywhere")])
+def test_batches_for_a_gpu_lie_in_page_locked_memory(monkeypatch, device, where):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: "page-locked")
+    monkeypatch.setattr(passes, "map_tensors", lambda change, micro: change(torch.ones(1)))
+    session = SimpleNamespace(
+        loader=SimpleNamespace(micro_batches=lambda: iter([("anywhere", 4)] * 9)), device=torch.device(device)
+    )
+    assert passes._prepare_batches(session) == [(where, 4)] * 4
+
+
+def loader_of(num_samples, num_workers, passes_of_waits, now):
+    """A loader of whose passes each batch is waited for as long as is given."""
+    left = iter(passes_of_waits)
+
+    def micro_batches():
+        for seconds in next(left):
+            now[0] += seconds
+            yield None, 1
+
+    return SimpleNamespace(micro_batches=micro_batches, num_samples=num_samples, num_workers=num_workers)
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """Takes batches of passes whose waits are given, by a clock of its own."""
+    now = [0.0]
+    monkeypatch.setattr(passes, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def take(waits, num_samples=100, num_workers=1):
+        session = SimpleNamespace(
+            task=SimpleNamespace(dataset=list),
+            config=SimpleNamespace(batch_size=1),
+            loader=loader_of(num_samples, num_workers, waits, now),
+        )
+        batches = MicroBatches(session)
+        list(islice(batches, sum(map(len, waits))))
+        return batches
+
+    return take
+
+
+def test_what_is_waited_for_the_first_batch_of_a_later_pass_beyond_any_batch_is_told_apart(waited):
+    batches = waited([[9.0, 0.1, 0.1], [0.5, 0.1], [0.7]])
+    assert batches.beginnings_s == pytest.approx(0.4 + 0.6)
+    assert batches.beginning_s(samples_per_s=10.0) == pytest.approx(0.5)
+
+
+def test_where_training_itself_loads_no_pass_begins_with_a_wait(waited):
+    batches = waited([[0.5, 0.1], [0.5]], num_workers=0)
+    assert (batches.beginnings_s, batches.beginning_s(samples_per_s=10.0)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("samples_per_s", "beginning_s"), [(1.0, 0.0), (100.0, 2.9)])
+def test_what_is_nothing_beside_a_pass_is_not_looked_into(waited, samples_per_s, beginning_s):
+    """In a pass of 1000 samples; a beginning of 3 s is too long to be taken once more."""
+    batches = waited([[3.0, 0.1, 0.1]], num_samples=1000)
+    assert batches.beginning_s(samples_per_s) == pytest.approx(beginning_s)
+
+
+def test_a_stream_has_no_beginning_that_could_be_counted(waited):
+    assert waited([[0.5, 0.1]], num_samples=None).beginning_s(samples_per_s=100.0) == 0.0
+
+
+def test_the_beginning_of_a_pass_is_measured_where_none_falls_into_the_probe():
+    """Two samples take 20 ms to load: at least as long is waited for the first batch."""
+    session = prepare(SLOW, {"batch_size": 2, "num_workers": 1}, device=open_device("cpu"))
+    batches = MicroBatches(session)
+    list(islice(batches, 2))
+    assert batches.beginning_s(samples_per_s=50.0) > LOAD_S
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_each_sample_has_its_share_of_the_beginning_of_a_pass(persistent):
+    found = measured({"num_workers": 1, "persistent_workers": persistent})
+    assert found.beginning_s > 0
+    within = 1 / (1 / found.samples_per_s - found.beginning_s / NUM_SAMPLES)  # a pass
+    assert within < 2 / (4 * LOAD_S)  # a step sleeps so long
+    assert found.step_s == pytest.approx(2 / found.samples_per_s)
+
+
+def test_steps_whose_number_is_given_are_told_as_they_were():
+    assert measured({"num_workers": 1}, num_steps=12).beginning_s == 0.0
