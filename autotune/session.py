@@ -389,12 +389,17 @@ class StepLoader:
             return None
         return len(loader.dataset)  # type: ignore[arg-type]
 
-    def cut(self, num_batches: int) -> torch.utils.data.DataLoader[Any]:
-        """A loader with workers of its own that passes over so few batches of the same dataset, in any order."""
+    def loader_of_first(self, num_batches: int, *, timeout_s: float) -> torch.utils.data.DataLoader[Any]:
+        """A loader with workers of its own over the first samples of the same dataset, in any order.
+
+        Args:
+            timeout_s: for a batch, after which the loader raises.
+        """
         assert self._micro_loader is not None and self.num_samples is not None
-        few = range(min(self.num_samples, num_batches * self._config.batch_size))
-        dataset = torch.utils.data.Subset(self._micro_loader.dataset, few)
-        return _micro_loader(self._task, dataset, self._config.batch_size, shuffle=True, **self._options)
+        first = range(min(self.num_samples, num_batches * self._config.batch_size))
+        dataset = torch.utils.data.Subset(self._micro_loader.dataset, first)
+        options = {**self._options, "timeout": timeout_s}
+        return _micro_loader(self._task, dataset, self._config.batch_size, shuffle=True, **options)
 
     def micro_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield single micro batches, before they are grouped, and how many samples each holds."""

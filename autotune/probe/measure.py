@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -68,6 +68,7 @@ class Run:
     report: Callable[[Progress], None]  # is told how far the run has come, since the process may be killed at any time
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
+    counts_starts: ClassVar[bool] = True  # of passes over the training set
     _settled_micro_s: list[float] = field(default_factory=list)  # of warm-up micro steps after the run had settled
     _tells_speed: bool = (
         False  # whether what is clocked bounds the speed: not in the first step, nor with the largest batches
@@ -109,6 +110,7 @@ class Run:
             timed_s = self.reporter.train_s - warmup_s
             if self.settings.phases and not phases:
                 phases = self._phases()
+        within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
             setup_s=setup_s,
@@ -126,7 +128,7 @@ class Run:
             cut_short=cut_short,
             places=self.session.places,
         )
-        measured = self._observers.stop(self._with_beginnings(measured))
+        measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so leaks are not looked for where a few more steps might not end in time
         alone = self.session.world.size == 1  # if the search for leaks failed in one process, the others would wait
         if alone and measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
@@ -134,13 +136,19 @@ class Run:
                 return replace(measured, leaks=kept(self._take_micro_step))
         return measured
 
-    def _with_beginnings(self, measured: Measurement) -> Measurement:
-        """The measurement with the share that the beginning of a pass over the training set has in the time of each sample."""
+    def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
+        """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.
+
+        Args:
+            within: whether what was timed lies within passes.
+        """
         num_samples = self.session.loader.num_samples
-        # of a world's processes each waits for itself; steps whose number is given are told as they were
-        if num_samples is None or self.session.world.size > 1 or self.settings.num_steps or measured.cut_short:
+        if not self.counts_starts or num_samples is None or measured.cut_short:
             return measured
-        return measured.with_beginnings(self._micro_batches.beginning_s(measured.samples_per_s), num_samples)
+        # a time-out would lose the measurement
+        may_measure = self._spent_s <= self.settings.timeout_s / 2
+        own_s = self._micro_batches.start_wait_s(measured.samples_per_s, may_measure=may_measure)
+        return measured.with_start_wait(self._together.largest(own_s), num_samples, within=within)
 
     def warm_up(self) -> float:
         """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
@@ -270,20 +278,25 @@ class Run:
         num_whole = 0
         is_done = False
         while not is_done:
+            starts_before = self._micro_batches.num_starts
             if is_long and self.settings.phases and not phases:
                 phases = self._phases()
                 step_s = sum(phases.values())
                 update_s = phases.get("optimizer", 0.0)
                 blocks.add(self._samples / step_s, (step_s - update_s) / config.accumulation_steps + update_s)
             elif sliced:
-                slice_s = self._block_s(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
+                slice_s = self._clock(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
                 update_s = self._clock(self._update)
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
-                blocks.add(self._samples / full_s, slice_s + update_s)
+                blocks.add(
+                    self._samples / full_s, slice_s + update_s, starts=self._micro_batches.num_starts - starts_before
+                )
             else:
                 count = min(steps_per_block, exact - num_whole) if exact else steps_per_block
-                block_s = self._block_s(partial(self._steps, count), count * config.accumulation_steps)
-                blocks.add(count * self._samples / block_s, block_s)
+                block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
+                blocks.add(
+                    count * self._samples / block_s, block_s, starts=self._micro_batches.num_starts - starts_before
+                )
                 num_whole += count
             self._require_finite_loss(self.num_steps)
             self._observers.sample(self.num_steps)
@@ -319,7 +332,9 @@ class Run:
         accumulation_steps = self.session.config.accumulation_steps
         taken: list[StepBatch] = []
         loss: list[torch.Tensor] = []
+        waited_before_s = self._micro_batches.waited_s
         data_s = self._seconds(lambda: taken.append(self._take(1)))
+        data_s -= self._micro_batches.waited_s - waited_before_s  # at the start of a pass: its share is counted apart
         batch = taken[0]
         if self.session.task.takes_whole_steps:
             step_s = self._seconds(lambda: self._accumulate(batch))
@@ -408,13 +423,6 @@ class Run:
         self.reporter.trained(elapsed, num_micro_steps, tells_speed=self._tells_speed)
         return elapsed
 
-    def _block_s(self, work: Callable[[], object], num_micro_steps: int) -> float:
-        """Seconds of a timed block, without the beginnings of passes that fall into it, where those are told apart."""
-        before_s = self._micro_batches.beginnings_s
-        elapsed_s = self._clock(work, num_micro_steps)
-        apart = self.session.world.size == 1 and not self.settings.num_steps
-        return elapsed_s - (self._micro_batches.beginnings_s - before_s if apart else 0.0)
-
     def _seconds(self, work: Callable[[], object]) -> float:
         """Seconds that `work` takes on the device, in the process that takes the longest."""
         started = time.perf_counter()
@@ -449,6 +457,8 @@ def dense_values(gradient: torch.Tensor) -> torch.Tensor:
 
 class EvaluationRun(Run):
     """A run of forward passes, as in `Session.evaluate`, in place of training steps. The model is in evaluation mode."""
+
+    counts_starts = False
 
     def _accumulate(self, batch: StepBatch) -> None:
         for micro in batch:

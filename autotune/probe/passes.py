@@ -1,9 +1,7 @@
-"""The micro batches that a run takes, and what it costs to begin each pass over the training set.
+"""The micro batches that a run takes, and how long training waits at the start of each pass over the training set.
 
-Where data workers load, a pass begins with a wait: workers are started, or told to go on, and load the first batch while training has
-nothing to do. A probe takes so few batches that a pass seldom ends in it. Training ends one each second or two where the training set is
-small, which takes one of the benchmarks' models 8 % of its speed. So the timed blocks leave out a beginning that falls into them, and its
-share is added to the time of every sample.
+Where data workers load, they are started for each pass, or told to go on, and load the first batch while training has nothing to do. A
+probe takes so few batches that a pass seldom starts in it, but training over a small training set starts one every second or two.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,8 +24,9 @@ from autotune.units import GIB, plural
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
 PREPARED_BYTES = GIB  # at most so much host memory for them all, unless a single one takes more
 PREPARED_S = 0.5  # at most so long for making them all, unless a single one takes longer
-SHARE = 0.005  # of a pass that its beginning takes at least, for it to be measured
-LONGEST_S = 2.0  # a first beginning that takes longer stands for the later ones
+SHARE = 0.005  # a wait that is a smaller share of a pass is not measured
+LONGEST_S = 2.0  # a wait that took longer the first time is not measured: that would take the time of several probes
+TIMEOUT_S = 10  # for a batch, while a wait is measured
 
 
 class TooFewSamplesError(TaskError):
@@ -40,60 +39,57 @@ class MicroBatches:
     They come from the data loader if there is a dataset, so that loading is timed; else prepared micro batches are repeated.
 
     Attributes:
-        beginnings_s: seconds that were waited for the first batches of passes, beyond what is waited for any batch; those of the first
-            pass are not among them.
+        num_starts: passes that were started, without the first one.
+        waited_s: seconds that were waited at those starts, beyond what is waited for any batch.
     """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        self.num_starts = 0
+        self.waited_s = 0.0
         self._loader = session.loader
-        self.beginnings_s = 0.0
-        self._begins = False  # whether the batch that was taken last is the first of a pass
-        self._first_s = 0.0  # waited for the first batch of all
-        self._later_s: list[float] = []  # for the first ones of later passes
-        self._waits_s: list[float] = []  # for all others
-        self._batches = self._passes()
+        self._batches = _batches(session)
+        self._first_s: float | None = None  # waited for the first batch of all
+        self._others_s: list[float] = []  # waited for each batch that is not the first of a pass
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         return self
 
     def __next__(self) -> tuple[Any, int]:
         started_s = time.perf_counter()
-        batch = next(self._batches)
+        batch, starts = next(self._batches)
         waited_s = time.perf_counter() - started_s
-        if not self._begins:
-            self._waits_s.append(waited_s)
-        elif not self._first_s:
+        if not starts:
+            self._others_s.append(waited_s)
+        elif self._first_s is None:
             self._first_s = waited_s
-        else:
-            self._later_s.append(self._beyond_usual(waited_s))
-            self.beginnings_s += self._later_s[-1]
-        self._begins = False
+        elif self._loader.num_workers:
+            self.num_starts += 1
+            self.waited_s += self._beyond_usual(waited_s)
         return batch
 
-    def beginning_s(self, samples_per_s: float) -> float:
-        """Seconds that training waits when a pass begins, beyond what it waits for any batch.
+    def start_wait_s(self, samples_per_s: float, *, may_measure: bool) -> float:
+        """Seconds that training waits at the start of a pass, beyond what it waits for any batch.
 
-        0 where a pass takes so long that this is nothing beside it, where training itself loads, and for a stream.
+        0 where training itself loads, for a stream, and where it is nothing beside a pass or is not known.
 
         Args:
-            samples_per_s: the speed within a pass.
+            samples_per_s: the speed within a pass, of all processes together.
+            may_measure: whether there is time to start passes for this alone, where none has started by now.
         """
-        if not self._loader.num_workers or self._loader.num_samples is None:
+        num_samples = self._loader.num_samples
+        if not self._loader.num_workers or num_samples is None or self._first_s is None:
             return 0.0
-        if self._later_s:
-            return fmean(self._later_s)
-        if self._first_s * samples_per_s < SHARE * self._loader.num_samples:
-            return 0.0
-        turn_s = self._first_s
-        if turn_s <= LONGEST_S:
+        if self.num_starts:
+            return self.waited_s / self.num_starts
+        matters = SHARE * num_samples < self._first_s * samples_per_s
+        if may_measure and matters and self._first_s <= LONGEST_S:
             with contextlib.suppress(Exception):  # a limit allows no more workers beside those that are there, say
-                turn_s = self._turn_s()
-        return self._beyond_usual(turn_s)
+                return self._beyond_usual(self._next_start_s())
+        return 0.0
 
-    def _turn_s(self) -> float:
+    def _next_start_s(self) -> float:
         """Seconds from the last batch of a pass to the first of the next one, with a batch for each worker in a pass."""
-        loader = self._loader.cut(self._loader.num_workers)
+        loader = self._loader.loader_of_first(self._loader.num_workers, timeout_s=TIMEOUT_S)
         batches = iter(loader)
         for _ in range(len(loader)):
             next(batches)
@@ -104,24 +100,24 @@ class MicroBatches:
         return time.perf_counter() - started_s
 
     def _beyond_usual(self, waited_s: float) -> float:
-        """A wait without what is waited for any batch."""
-        return max(0.0, waited_s - median(self._waits_s or [0.0])) if self._loader.num_workers else 0.0
+        return max(0.0, waited_s - fmean(self._others_s or [0.0]))
 
-    def _passes(self) -> Iterator[tuple[Any, int]]:
-        session = self._session
-        if session.task.dataset() is None:
-            yield from itertools.cycle(_prepare_batches(session))
-        found = True
-        while found:
-            found = False
-            for micro, num_samples in session.loader.micro_batches():
-                if num_samples >= session.config.batch_size:  # the last of an epoch may be smaller
-                    self._begins, found = not found, True
-                    yield micro, num_samples
-        raise TooFewSamplesError(
-            f"a pass over train_dataset gives no batch of {plural(session.config.batch_size, 'sample')}; expected at least one: "
-            "choose a smaller batch_size, or give more data"
-        )
+
+def _batches(session: Session) -> Iterator[tuple[tuple[Any, int], bool]]:
+    """Micro batches with their sizes, and whether each is the first of a pass."""
+    if session.task.dataset() is None:
+        yield from zip(itertools.cycle(_prepare_batches(session)), itertools.repeat(False))
+    found = True
+    while found:
+        found = False
+        for micro, num_samples in session.loader.micro_batches():
+            if num_samples >= session.config.batch_size:  # the last of an epoch may be smaller
+                yield (micro, num_samples), not found
+                found = True
+    raise TooFewSamplesError(
+        f"a pass over train_dataset gives no batch of {plural(session.config.batch_size, 'sample')}; expected at least one: "
+        "choose a smaller batch_size, or give more data"
+    )
 
 
 def _prepare_batches(session: Session) -> list[tuple[Any, int]]:

@@ -24,6 +24,7 @@ MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and schedul
 FAR = 1.25  # two processes of one config now and then differ by this factor, so a config within it of the front may not have lost
 LATE = 0.75  # after this share of the time-out timing ends with the blocks so far: a killed process measures nothing
 REPORT_INTERVAL_S = 0.25  # between two reports
+MANY_STARTS = 3  # of passes over the training set: so many in the timed blocks stand for those of a long run
 STALL_FACTOR = 1.5  # noise no longer shrinks if the interval has not narrowed while the blocks grew by this factor
 
 
@@ -82,16 +83,29 @@ class Blocks:
     unequal: bool = False
     samples_per_s: list[float] = field(default_factory=list)
     timed_s: float = 0.0
+    _starts: list[int] = field(default_factory=list)
     _narrowest: float = math.inf
     _narrowest_at: int = 0
 
-    def add(self, samples_per_s: float, block_s: float) -> None:
-        """Add one block."""
+    def add(self, samples_per_s: float, block_s: float, *, starts: int = 0) -> None:
+        """Add one block, in which so many passes over the training set started."""
         self.samples_per_s.append(samples_per_s)
+        self._starts.append(starts)
         self.timed_s += block_s
         width = self.half_width
         if len(self.samples_per_s) >= MIN_BLOCKS and width < 0.95 * self._narrowest:
             self._narrowest, self._narrowest_at = width, len(self.samples_per_s)
+
+    def leave_out_starts(self) -> bool:
+        """Leave out the blocks in which a pass over the training set started, unless many did or no block would be left.
+
+        Returns whether no start is in the blocks now.
+        """
+        within = [speed for speed, starts in zip(self.samples_per_s, self._starts, strict=True) if not starts]
+        if not within or sum(self._starts) >= MANY_STARTS:
+            return False
+        self.samples_per_s, self._starts = within, [0] * len(within)
+        return True
 
     @property
     def throughput(self) -> tuple[float, float, float]:

@@ -84,8 +84,8 @@ class Measurement:
     num_recompilations: int = 0
     # of one optimizer step: data, forward, backward, optimizer; imbalance and communication, where ranks hold copies of the model
     phases_s: dict[str, float] = field(default_factory=dict)
-    # that training waits when a pass over the training set begins; its share in the time of each sample is part of the throughput
-    beginning_s: float = 0.0
+    # at the start of each pass over the training set, where data workers load; counted in throughput and interval, not in the blocks
+    start_wait_s: float = 0.0
     waits_s: tuple[float, ...] = ()  # how long each rank waits when gradients of copies are averaged
     slow_rank: int | None = None  # the rank that others wait for by more than the noise
     final_loss: float = 0.0
@@ -110,24 +110,24 @@ class Measurement:
         """Seconds inside training steps."""
         return self.warmup_s + self.timed_s + self.explained_s
 
-    def with_beginnings(self, beginning_s: float, num_samples: int) -> Self:
-        """The measurement where the beginning of each pass over so many samples takes seconds beside them: time for data."""
-        if not beginning_s:
+    def with_start_wait(self, start_wait_s: float, num_samples: int, *, within: bool) -> Self:
+        """The measurement where training waits at the start of each pass over so many samples: time for data.
+
+        Args:
+            within: whether the throughput is that within a pass; otherwise it knows of these waits.
+        """
+        if not start_wait_s:
             return self
-        each_s = beginning_s / num_samples
-        a_step_s = each_s * self.step_s * self.samples_per_s
+        each_s = start_wait_s / num_samples
+        per_step_s = each_s * self.step_s * self.samples_per_s
+        phases_s = {name: s + per_step_s if name == "data" else s for name, s in self.phases_s.items()}
+        told = replace(self, phases_s=phases_s, start_wait_s=start_wait_s)
+        if not within:
+            return told
         speeds = (self.samples_per_s, self.samples_per_s_low, self.samples_per_s_high)
         speed, low, high = (1 / (1 / one + each_s) for one in speeds)
-        return replace(
-            self,
-            samples_per_s=speed,
-            samples_per_s_low=low,
-            samples_per_s_high=high,
-            step_s=self.step_s + a_step_s,
-            phases_s={name: s + a_step_s if name == "data" else s for name, s in self.phases_s.items()},
-            block_samples_per_s=tuple(1 / (1 / one + each_s) for one in self.block_samples_per_s),
-            beginning_s=beginning_s,
-        )
+        step_s = self.step_s + per_step_s
+        return replace(told, samples_per_s=speed, samples_per_s_low=low, samples_per_s_high=high, step_s=step_s)
 
     def with_energy(self, counted: Iterable[Counted], why_none: str = "") -> Self:
         """The measurement with what the counters of energy told.

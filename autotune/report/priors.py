@@ -15,7 +15,7 @@ from autotune.report.sections import Cell, Paragraph, Section, table
 from autotune.units import format_bytes
 
 MOST_KINDS = 3  # of layers that are named
-ANSWER = "answer: the speed of a study's answer over its baseline's, as the search measured both once"
+ANSWER = "answer: its one probe in the search, over the baseline's"
 
 
 def sections(studies: Sequence[PriorStudy], files: Sequence[Path]) -> list[Section]:

@@ -223,10 +223,8 @@ def _outcome_figures(found: Measurement) -> dict[str, Cell]:
     if found.compile_cold_s or found.compile_trouble:
         cold = f"{format_seconds(found.compile_cold_s)} with an empty cache, {format_seconds(found.compile_s)} from the cache"
         rows["compiling"] = "; ".join(filter(None, (cold if found.compile_cold_s else "", found.compile_trouble)))
-    if found.beginning_s:
-        rows["each pass"] = (
-            f"over the training set begins with a wait of {format_seconds(found.beginning_s)}, which is counted"
-        )
+    if found.start_wait_s:
+        rows["start of a pass"] = f"a wait of {format_seconds(found.start_wait_s)}, counted"
     if found.growth_bytes_per_step:
         grown = format_bytes(found.growth_bytes_per_step)
         kept = f"; each micro batch leaves {found.kept}" if found.kept else ""

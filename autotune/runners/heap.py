@@ -11,10 +11,8 @@ BLOCK_BYTES = (600, 16_000)  # least and most: more than Python's own allocator 
 def stir_heap() -> list[bytes]:
     """Lay out the C heap a little differently, as in another interpreter. The caller holds what is returned as long as the process lives.
 
-    What lies near the end of the heap decides how often glibc gives memory back and takes it again, page by page: in one model,
-    processes that differ in nothing else take 13,000 to 53,000 page faults a step, between 7 and 20 % of its time. Interpreters
-    differ so by themselves, since Python's hashes are random. The forks of one server do not: they would agree with each other
-    better than with any later run.
+    What lies near the heap's end decides how often glibc gives memory back and takes it again, which may take from 7 to 20 % of a step.
+    Interpreters differ by themselves, since Python's hashes are random; forks of one server would agree better than with any later run.
     """
     shapes = random.Random()  # of the system's randomness, whatever the seed is
     blocks = [bytes(shapes.randint(*BLOCK_BYTES)) for _ in range(NUM_BLOCKS)]

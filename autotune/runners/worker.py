@@ -116,7 +116,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
     except BaseException as error:
         del reserve
         message = {"outcome": failure(error, "setup", 0.0).to_dict()}
-    del heap
+    del heap  # held until here
     channel.send({"result": message, "ended_s": time.monotonic()})
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -280,11 +280,10 @@ class Task:
         try:
             return losses.default_loss(model, batch)
         except TaskError as error:
-            if self.origin is None or not self.origin.warnings:
+            misspelt = [told for told in (self.origin.warnings if self.origin else ()) if "training_step" in told]
+            if not misspelt:
                 raise
-            raise TaskError(
-                f"{error}\n\n{'; '.join(self.origin.warnings)}"
-            ) from None  # a misspelt `training_step`, say
+            raise TaskError(f"{error}\n\n{'; '.join(misspelt)}") from None
 
     def evaluate(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """What evaluation finds of a batch that is on the model's device: scalars by name, `loss` where there is one alone.

@@ -1,5 +1,6 @@
 """Which micro batches a run takes, and what it costs to begin a pass over the training set."""
 
+import multiprocessing
 import time
 from itertools import islice
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset
 
 from autotune.devices import open_device
 from autotune.probe import passes
-from autotune.probe.measure import Run
+from autotune.probe.measure import EvaluationRun, Run
 from autotune.probe.passes import MicroBatches
 from autotune.records.config import ProbeSettings
 from autotune.session import prepare
@@ -123,44 +124,64 @@ def waited(monkeypatch):
     return take
 
 
-def test_what_is_waited_for_the_first_batch_of_a_later_pass_beyond_any_batch_is_told_apart(waited):
+def test_what_is_waited_at_the_start_of_a_later_pass_beyond_any_batch_is_told_apart(waited):
     batches = waited([[9.0, 0.1, 0.1], [0.5, 0.1], [0.7]])
-    assert batches.beginnings_s == pytest.approx(0.4 + 0.6)
-    assert batches.beginning_s(samples_per_s=10.0) == pytest.approx(0.5)
+    assert (batches.num_starts, batches.waited_s) == (2, pytest.approx(0.4 + 0.6))
+    assert batches.start_wait_s(10.0, may_measure=False) == pytest.approx(0.5)
 
 
-def test_where_training_itself_loads_no_pass_begins_with_a_wait(waited):
+def test_where_training_itself_loads_no_pass_starts_with_a_wait(waited):
     batches = waited([[0.5, 0.1], [0.5]], num_workers=0)
-    assert (batches.beginnings_s, batches.beginning_s(samples_per_s=10.0)) == (0.0, 0.0)
+    assert (batches.num_starts, batches.start_wait_s(10.0, may_measure=True)) == (0, 0.0)
 
 
-@pytest.mark.parametrize(("samples_per_s", "beginning_s"), [(1.0, 0.0), (100.0, 2.9)])
-def test_what_is_nothing_beside_a_pass_is_not_looked_into(waited, samples_per_s, beginning_s):
-    """In a pass of 1000 samples; a beginning of 3 s is too long to be taken once more."""
-    batches = waited([[3.0, 0.1, 0.1]], num_samples=1000)
-    assert batches.beginning_s(samples_per_s) == pytest.approx(beginning_s)
+@pytest.mark.parametrize(
+    ("first_s", "samples_per_s", "may_measure"),
+    [(1.0, 1.0, True), (1.0, 100.0, False), (3.0, 100.0, True)],
+    ids=["nothing beside a pass", "no time for it", "too long"],
+)
+def test_what_is_not_worth_it_or_takes_too_long_is_not_measured(waited, first_s, samples_per_s, may_measure):
+    """In a pass of 1000 samples."""
+    batches = waited([[first_s, 0.1, 0.1]], num_samples=1000)
+    batches._next_start_s = pytest.fail
+    assert batches.start_wait_s(samples_per_s, may_measure=may_measure) == 0.0
 
 
-def test_a_stream_has_no_beginning_that_could_be_counted(waited):
-    assert waited([[0.5, 0.1]], num_samples=None).beginning_s(samples_per_s=100.0) == 0.0
+def test_a_stream_has_no_pass_that_could_be_counted(waited):
+    assert waited([[0.5, 0.1]], num_samples=None).start_wait_s(100.0, may_measure=True) == 0.0
 
 
-def test_the_beginning_of_a_pass_is_measured_where_none_falls_into_the_probe():
-    """Two samples take 20 ms to load: at least as long is waited for the first batch."""
-    session = prepare(SLOW, {"batch_size": 2, "num_workers": 1}, device=open_device("cpu"))
-    batches = MicroBatches(session)
-    list(islice(batches, 2))
-    assert batches.beginning_s(samples_per_s=50.0) > LOAD_S
+def test_a_start_that_cannot_be_measured_counts_as_none(waited):
+    batches = waited([[0.5, 0.1]])  # its loader makes no other
+    assert batches.start_wait_s(100.0, may_measure=True) == 0.0
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_each_sample_has_its_share_of_the_beginning_of_a_pass(persistent):
-    found = measured({"num_workers": 1, "persistent_workers": persistent})
-    assert found.beginning_s > 0
-    within = 1 / (1 / found.samples_per_s - found.beginning_s / NUM_SAMPLES)  # a pass
-    assert within < 2 / (4 * LOAD_S)  # a step sleeps so long
-    assert found.step_s == pytest.approx(2 / found.samples_per_s)
+def test_a_start_is_measured_where_none_falls_into_the_probe(persistent):
+    """Two samples take 20 ms to load: at least as long is waited for the first batch. No worker is left."""
+    choices = {"batch_size": 2, "num_workers": 1, "persistent_workers": persistent}
+    session = prepare(SLOW, choices, device=open_device("cpu"))
+    batches = MicroBatches(session)
+    for _ in range(3):
+        next(batches)
+        time.sleep(4 * LOAD_S)  # as long as a step takes, in which the worker loads
+    workers = multiprocessing.active_children()
+    assert batches.start_wait_s(50.0, may_measure=True) > LOAD_S
+    assert multiprocessing.active_children() == workers
 
 
-def test_steps_whose_number_is_given_are_told_as_they_were():
-    assert measured({"num_workers": 1}, num_steps=12).beginning_s == 0.0
+@pytest.mark.parametrize("choices", [{}, {"persistent_workers": True}, {"length_bucketing": True}])
+def test_the_speed_is_that_of_whole_passes(choices):
+    """Steps sleep 40 ms, and the start of a pass of six of them takes longer than the noise."""
+    config = {"num_workers": 1, **choices}
+    short, long = measured(config), measured(config, num_steps=36)
+    assert short.start_wait_s > 0
+    assert short.samples_per_s == pytest.approx(long.samples_per_s, rel=0.1)
+    assert sum(short.phases_s.values()) == pytest.approx(short.step_s, rel=0.15)
+
+
+def test_a_run_of_forward_passes_counts_no_starts():
+    device = open_device("cpu")
+    session = prepare(SLOW, {"batch_size": 2, "num_workers": 1}, device=device)
+    settings = ProbeSettings(memory_limit_bytes=None, max_timed_s=0.2)
+    assert EvaluationRun(session, device, settings, lambda progress: None).measure(0.0).start_wait_s == 0.0

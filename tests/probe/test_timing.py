@@ -181,3 +181,21 @@ def test_a_run_of_so_many_steps_is_done_after_them_alone():
     for _ in range(2 * MIN_BLOCKS):
         timing.blocks.add(100.0, 1.0)
     assert not timing.is_done(4, 9.9) and timing.is_done(5, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("starts", "within", "left"),
+    [
+        ((0, 0, 0), True, [10.0, 9.0, 8.0]),
+        ((0, 1, 0), True, [10.0, 8.0]),
+        ((1, 1), False, [10.0, 9.0]),
+        ((0, 2, 1), False, [10.0, 9.0, 8.0]),
+    ],
+    ids=["none", "one", "in every block", "many"],
+)
+def test_blocks_in_which_a_pass_starts_are_left_out_where_they_are_few(starts, within, left):
+    blocks = Blocks(ProbeSettings(memory_limit_bytes=None))
+    for number, count in enumerate(starts):
+        blocks.add(10.0 - number, 0.1, starts=count)
+    assert blocks.leave_out_starts() is within
+    assert blocks.samples_per_s == left

@@ -51,12 +51,19 @@ def test_a_run_whose_memory_others_held_gives_way_to_the_next_and_takes_no_measu
     assert Outcome.from_dict(crowded.to_dict()).crowded
 
 
-def test_the_beginning_of_a_pass_is_time_for_data_in_each_of_its_samples():
+def test_the_wait_at_the_start_of_a_pass_is_time_for_data_in_each_of_its_samples():
     config = techniques.complete({"batch_size": 10})
     plain = replace(measurement(config, 100.0, 1), phases_s={"data": 0.01, "forward": 0.03})
-    found = plain.with_beginnings(1.0, 200)  # 5 ms for each sample, which take 10 ms
+    found = plain.with_start_wait(1.0, 200, within=True)  # 5 ms for each sample, which take 10 ms
     assert found.samples_per_s == pytest.approx(1 / 0.015)
     assert found.step_s == pytest.approx(10 * 0.015)
     assert found.phases_s == pytest.approx({"data": 0.06, "forward": 0.03})
-    assert found.block_samples_per_s == pytest.approx([1 / (1 / one + 0.005) for one in plain.block_samples_per_s])
-    assert plain.with_beginnings(0.0, 200) is plain
+    assert found.block_samples_per_s == plain.block_samples_per_s
+    assert plain.with_start_wait(0.0, 200, within=True) is plain
+
+
+def test_a_wait_that_the_blocks_know_of_changes_no_speed():
+    plain = replace(measurement(techniques.complete({"batch_size": 10}), 100.0, 1), phases_s={"data": 0.01})
+    found = plain.with_start_wait(1.0, 200, within=False)
+    assert (found.samples_per_s, found.start_wait_s) == (100.0, 1.0)
+    assert found.phases_s == pytest.approx({"data": 0.06})
