@@ -207,7 +207,7 @@ class Session:
                 "there is nothing to evaluate on; give a loader of batches or a dataset, or write eval_dataset()"
             )
         if is_dataset:
-            options = {name: value for name, value in self._loader_options.items() if name != "sampler"}
+            options = _without_sampler(self._loader_options)
             data = own_samples(data, self.world)
             data = _one_by_one(
                 _micro_loader(task, data, batch_size or self.config.batch_size, shuffle=False, **options)
@@ -342,7 +342,7 @@ class StepLoader:
             self._micro_loader = _micro_loader(
                 build.task, dataset, build.config.batch_size, shuffle=None if ordered else True, **options
             )
-            self._options = {name: choice for name, choice in options.items() if name != "sampler"}
+            self._options = _without_sampler(options)
 
     def __iter__(self) -> Iterator[StepBatch]:
         micro_batches = self.micro_batches()
@@ -421,6 +421,11 @@ def _micro_loader(task: Task, dataset: Any, batch_size: int, **options: Any) -> 
     """Yields batches with their numbers of samples."""
     collate = _Counted(task.collate_fn or torch.utils.data.default_collate)
     return torch.utils.data.DataLoader(dataset, batch_size=batch_size, collate_fn=collate, **options)
+
+
+def _without_sampler(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a data loader for other samples than those that the sampler orders."""
+    return {name: choice for name, choice in options.items() if name != "sampler"}
 
 
 def _one_by_one(loader: torch.utils.data.DataLoader[Any]) -> Iterator[StepBatch]:

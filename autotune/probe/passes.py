@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -49,17 +48,19 @@ class MicroBatches:
         self._loader = session.loader
         self._batches = _batches(session)
         self._first_s: float | None = None  # waited for the first batch of all
-        self._others_s: list[float] = []  # waited for each batch that is not the first of a pass
+        self._others_s = 0.0  # waited for all batches that are not the first of a pass
+        self._num_others = 0
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         return self
 
     def __next__(self) -> tuple[Any, int]:
         started_s = time.perf_counter()
-        batch, starts = next(self._batches)
+        batch, is_first = next(self._batches)
         waited_s = time.perf_counter() - started_s
-        if not starts:
-            self._others_s.append(waited_s)
+        if not is_first:
+            self._others_s += waited_s
+            self._num_others += 1
         elif self._first_s is None:
             self._first_s = waited_s
         elif self._loader.num_workers:
@@ -100,7 +101,7 @@ class MicroBatches:
         return time.perf_counter() - started_s
 
     def _beyond_usual(self, waited_s: float) -> float:
-        return max(0.0, waited_s - fmean(self._others_s or [0.0]))
+        return max(0.0, waited_s - self._others_s / max(1, self._num_others))
 
 
 def _batches(session: Session) -> Iterator[tuple[tuple[Any, int], bool]]:

@@ -84,7 +84,7 @@ class Measurement:
     num_recompilations: int = 0
     # of one optimizer step: data, forward, backward, optimizer; imbalance and communication, where ranks hold copies of the model
     phases_s: dict[str, float] = field(default_factory=dict)
-    # at the start of each pass over the training set, where data workers load; counted in throughput and interval, not in the blocks
+    # at the start of each pass over the training set, where data workers load; counted in throughput and interval
     start_wait_s: float = 0.0
     waits_s: tuple[float, ...] = ()  # how long each rank waits when gradients of copies are averaged
     slow_rank: int | None = None  # the rank that others wait for by more than the noise

@@ -14,9 +14,7 @@ class PersistentWorkers(Switch, LoaderOption):
     summary = "data-loading workers live on from epoch to epoch: saves time with short epochs"
     applies = "with workers"
     order = 30
-    expected = Expectation(
-        data=Factor(typical=0.9, spread=1.5)
-    )  # the first batches of each pass wait less, and no others
+    expected = Expectation(data=Factor(typical=0.9, spread=1.5))  # only the first batches of each pass wait less
     needs_workers = True
     frameworks = words(
         transformers=Argument("dataloader_persistent_workers"),
