@@ -309,11 +309,12 @@ def _run_each(
         compiled=place.with_suffix(".compiled"),
     )
     # read before a supervisor holds memory: each probe's limit counts that memory, too
-    free_bytes = local.slots()[0].device.free_bytes
+    info = local.slots()[0].device
     with local as runner:
         settings = ProbeSettings(
-            memory_limit_bytes=options.memory_limit_bytes or free_bytes,
+            memory_limit_bytes=options.memory_limit_bytes or info.free_bytes,
             num_steps=num_steps,
+            min_timed_s=capabilities_of(info.name).energy_window_s,
             timeout_s=options.timeout_s,
             world=runner.world,
         )

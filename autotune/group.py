@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import json
 import os
 import platform
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 WAIT_S = 600.0  # for a peer, as torch waits by default for NCCL
+_LAST_FREES_S = 0.05
 # what processes need to find each other, beside how many they are
 _FINDING = {
     "RANK": "which of them this one is, from 0 on",
@@ -90,6 +94,7 @@ def join(world: World, device: torch.device, meeting: Path | str = "", wait_s: f
         ConfigError: the group that is there has another size, or torch knows no groups.
     """
     require_groups(world)
+    _end_after_the_threads()
     if distributed.is_initialized():
         if (size := distributed.get_world_size()) != world.size:
             raise ConfigError(f"a world of {world.size} processes was asked for, and torch's process group has {size}")
@@ -103,6 +108,16 @@ def join(world: World, device: torch.device, meeting: Path | str = "", wait_s: f
         world_size=world.size,
         timeout=timedelta(seconds=wait_s),
     )
+
+
+@functools.cache
+def _end_after_the_threads() -> None:
+    """Let Gloo's threads run once more before the interpreter ends.
+
+    They free the tensors of a collective after it is done, and need the interpreter's lock for it. A thread that waits for the lock
+    when the interpreter ends aborts the process: https://github.com/pytorch/pytorch/pull/179291.
+    """
+    atexit.register(time.sleep, _LAST_FREES_S)
 
 
 def _open_store(meeting: Path | str, world: World, wait: timedelta) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +75,26 @@ def test_two_ranks_on_one_gpu_are_told_of_in_all() -> None:
         r"ranks 0 and 2 have taken one GPU, cuda:0 of .* \(a\), and each needs its own; start as many", first
     )
     assert others == [first, first]
+
+
+HOLDS_THE_LOCK = """
+import sys
+from pathlib import Path
+import torch
+from torch import distributed
+from autotune.group import join
+from autotune.records.config import World
+
+join(World(size=2, rank=int(sys.argv[1])), torch.device("cpu"), Path("store").absolute())
+distributed.all_reduce(torch.ones(10))
+sys.setswitchinterval(100)  # so that Gloo's thread gets the lock only where this one gives it away
+distributed.all_reduce(torch.ones(10), async_op=True)  # nothing else holds the tensor: the thread frees it
+sum(range(3_000_000))
+"""
+
+
+def test_a_thread_that_still_frees_what_was_sent_does_not_abort_the_process(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", HOLDS_THE_LOCK, str(rank)] for rank in range(2)]
+    started = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for command in commands]
+    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in started]
+    assert [code for _, code in ended] == [0, 0], ended
