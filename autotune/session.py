@@ -18,6 +18,7 @@ from autotune.devices import Device, open_device
 from autotune.errors import ConfigError, TaskError
 from autotune.evaluator import Evaluator
 from autotune.group import Together, join, launched_device, launched_world, require_own_device, sum_over
+from autotune.order import Order
 from autotune.randomness import seed_everything
 from autotune.records.config import Choice, Config, World
 from autotune.recovery import HALVE, RAISE, Recovery
@@ -338,11 +339,12 @@ class StepLoader:
         if dataset is not None:
             dataset, options = share_out(dataset, build.loader_options, build.world, build.config.batch_size)
             self._sampler = options.get("sampler")
-            ordered = isinstance(dataset, torch.utils.data.IterableDataset) or self._sampler is not None
-            self._micro_loader = _micro_loader(
-                build.task, dataset, build.config.batch_size, shuffle=None if ordered else True, **options
-            )
             self._options = _without_sampler(options)
+            if self._sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
+                self._sampler = Order(dataset, generator=options.get("generator"))
+            self._micro_loader = _micro_loader(
+                build.task, dataset, build.config.batch_size, sampler=self._sampler, **self._options
+            )
 
     def __iter__(self) -> Iterator[StepBatch]:
         micro_batches = self.micro_batches()
@@ -400,6 +402,14 @@ class StepLoader:
         dataset = torch.utils.data.Subset(self._micro_loader.dataset, first)
         options = {**self._options, "timeout": timeout_s}
         return _micro_loader(self._task, dataset, self._config.batch_size, shuffle=True, **options)
+
+    def begin_again(self, seed: int) -> None:
+        """Let the batches that follow hold all samples once more, in the seed's order.
+
+        Nothing changes where a sampler of the task's own gives the order, for a stream, and where several processes share the samples.
+        """
+        if self._micro_loader is not None and isinstance(self._sampler, Order):
+            self._sampler.begin_again(seed)
 
     def micro_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield single micro batches, before they are grouped, and how many samples each holds."""

@@ -274,6 +274,7 @@ class Run:
         phases: dict[str, float] = {}
         if is_long:
             self._count_settled(typical.update_s)
+        self.session.loader.begin_again(self.settings.seed)
         self._observers.start()
         num_whole = 0
         is_done = False
@@ -283,19 +284,26 @@ class Run:
                 phases = self._phases()
                 step_s = sum(phases.values())
                 update_s = phases.get("optimizer", 0.0)
-                blocks.add(self._samples / step_s, (step_s - update_s) / config.accumulation_steps + update_s)
+                micro_s = (step_s - update_s) / config.accumulation_steps
+                blocks.add(self._samples / step_s, micro_s + update_s, num_samples=config.batch_size)
             elif sliced:
                 slice_s = self._clock(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
                 update_s = self._clock(self._update)
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
                 blocks.add(
-                    self._samples / full_s, slice_s + update_s, starts=self._micro_batches.num_starts - starts_before
+                    self._samples / full_s,
+                    slice_s + update_s,
+                    num_samples=num_micro * config.batch_size,
+                    starts=self._micro_batches.num_starts - starts_before,
                 )
             else:
                 count = min(steps_per_block, exact - num_whole) if exact else steps_per_block
                 block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
                 blocks.add(
-                    count * self._samples / block_s, block_s, starts=self._micro_batches.num_starts - starts_before
+                    count * self._samples / block_s,
+                    block_s,
+                    num_samples=count * self._samples,
+                    starts=self._micro_batches.num_starts - starts_before,
                 )
                 num_whole += count
             self._require_finite_loss(self.num_steps)

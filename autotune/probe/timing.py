@@ -83,15 +83,17 @@ class Blocks:
     unequal: bool = False
     samples_per_s: list[float] = field(default_factory=list)
     timed_s: float = 0.0
+    num_samples: int = 0
     _starts: list[int] = field(default_factory=list)
     _narrowest: float = math.inf
     _narrowest_at: int = 0
 
-    def add(self, samples_per_s: float, block_s: float, *, starts: int = 0) -> None:
-        """Add one block, in which so many passes over the training set started."""
+    def add(self, samples_per_s: float, block_s: float, *, num_samples: int = 0, starts: int = 0) -> None:
+        """Add one block, in which so many samples were taken, and so many passes over the training set started."""
         self.samples_per_s.append(samples_per_s)
         self._starts.append(starts)
         self.timed_s += block_s
+        self.num_samples += num_samples
         width = self.half_width
         if len(self.samples_per_s) >= MIN_BLOCKS and width < 0.95 * self._narrowest:
             self._narrowest, self._narrowest_at = width, len(self.samples_per_s)
@@ -132,6 +134,9 @@ class Blocks:
         count = len(self.samples_per_s)
         if self.timed_s < self.settings.min_timed_s:
             return False
+        if self.settings.num_samples and count >= MIN_BLOCKS:
+            is_late = self.timed_s >= OVERTIME * self.settings.max_timed_s
+            return self.num_samples >= self.settings.num_samples or is_late
         if count < MIN_BLOCKS:
             overtime_s = OVERTIME * self.settings.max_timed_s
             return count >= 2 and self.timed_s >= (overtime_s if self._agree else 2 * overtime_s)

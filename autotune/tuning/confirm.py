@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from statistics import median
 
 from autotune.devices import capabilities_of
 from autotune.proposers.cost_model import CostModel
-from autotune.records.config import Config
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.study import PLAY_OFF, Proposal
@@ -128,17 +129,22 @@ def _open_play_off(search: Search) -> PlayOff:
         phases=False,  # the search's own probes have timed them
     )
 
+    # samples of a training set differ in their work: which ones are drawn differs between rounds, and not within one
+    same_samples = search.inspection.facts.dataset_size is not None and search.settings.world.size == 1
+
     def timed_s() -> float:
         assert search.play_off is not None
-        return search.play_off.timed_s(settings.max_timed_s)
+        return search.play_off.timed_s(settings.max_timed_s, same_samples=same_samples)
+
+    @functools.cache
+    def settings_of(number: int) -> ProbeSettings:
+        assert search.play_off is not None
+        longest_s = timed_s()
+        num_samples = math.ceil(longest_s * search.play_off.mean_samples_per_s) if same_samples else 0
+        return settings.replace(max_timed_s=longest_s, num_samples=num_samples, seed=settings.seed + 1 + number)
 
     def run(config: Config, number: int) -> Outcome | None:
-        timed = settings.replace(
-            max_timed_s=timed_s(),
-            known_peak_bytes=_known_peak_bytes(history, config),
-            # what samples of unequal work are drawn differs between rounds, not within one
-            seed=settings.seed + 1 + number,
-        )
+        timed = settings_of(number).replace(known_peak_bytes=_known_peak_bytes(history, config))
         trial = None  # after a fault it is run again
         while trial is None and search.store.holds_play_off and not search.interrupted() and search.left_s > 0:
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)

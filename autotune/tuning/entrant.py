@@ -49,6 +49,11 @@ class Entrant:
         """The rounds in which both told it."""
         return self.rounds(figure) & other.rounds(figure)
 
+    def latest(self) -> Outcome | None:
+        """Its last process that ran through."""
+        ran = [outcome for outcome in self.outcomes.values() if outcome.ok]
+        return ran[-1] if ran else self.probe
+
     def told_by(self) -> list[Outcome]:
         """The processes whose figures are told: the undisturbed ones of the play-off, else of the search, else all of the play-off."""
         ran = [outcome for outcome in self.outcomes.values() if outcome.ok]

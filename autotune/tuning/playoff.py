@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 from autotune.records.config import BATCH_KEYS, Config
@@ -206,11 +206,15 @@ class PlayOff:
             return stake + gained(rival, leader)
         return stake + gained(leader, rival, least=SLOWER, doubts=SURE)
 
-    def timed_s(self, longest_s: float) -> float:
+    def timed_s(self, longest_s: float, *, same_samples: bool = False) -> float:
         """Seconds to time a process for, so that the answer becomes as sure as it can for its cost.
 
         Short where processes differ, long where blocks within one do: the square root of overhead times the variance
         within over that between (Kalibera and Jones, Rigorous benchmarking in reasonable time, ISMM 2013, section 5).
+
+        Args:
+            same_samples: whether all processes of a round time the same samples. What blocks differ by is then common to them for
+                the most part: at most half of what is left between processes is taken to come from within.
         """
         found = [outcome for entrant in self._everyone() for outcome in entrant.outcomes.values()]
         timed = [(o.running_s - o.measurement.timed_s, o.measurement) for o in found if o.measurement]
@@ -221,9 +225,17 @@ class PlayOff:
             ((m.samples_per_s_high - m.samples_per_s_low) / 2 / NORMAL_95 / m.samples_per_s) ** 2 * m.timed_s
             for _, m in timed
         )
-        all_together = self.evidence(samples_per_s).std ** 2
-        between = max(all_together - within / fmean(m.timed_s for _, m in timed), 1e-3 * all_together)
+        all_together, mean_timed_s = self.evidence(samples_per_s).std ** 2, fmean(m.timed_s for _, m in timed)
+        if same_samples:
+            within = min(within, all_together * mean_timed_s / 2)
+        between = max(all_together - within / mean_timed_s, 1e-3 * all_together)
         return min(max(math.sqrt(max(0.0, overhead_s) * within / between), SHORTEST_TIMED_S), longest_s)
+
+    @property
+    def mean_samples_per_s(self) -> float:
+        """The geometric mean of the speeds of those who are still in, as their latest processes measured them."""
+        latest = (one.latest() for one in self._everyone() if not one.dropped)
+        return geometric_mean([found.measurement.samples_per_s for found in latest if found and found.measurement])
 
     @property
     def _base(self) -> Entrant | None:

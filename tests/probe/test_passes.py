@@ -195,7 +195,9 @@ def test_the_speed_is_that_of_whole_passes(monkeypatch, settings):
     task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=lambda: samples, training_step=training_step)
     device = open_device("cpu")
     session = prepare(task, {"batch_size": 2}, device=device)
-    session.loader = SimpleNamespace(micro_batches=micro_batches, num_samples=NUM_SAMPLES, num_workers=1)
+    session.loader = SimpleNamespace(
+        micro_batches=micro_batches, num_samples=NUM_SAMPLES, num_workers=1, begin_again=lambda seed: None
+    )
     settings = ProbeSettings(**{"memory_limit_bytes": None, "max_timed_s": 0.2, **settings})
     found = Run(session, device, settings, lambda progress: None).measure(0.0)
     assert found.start_wait_s == pytest.approx(0.2)
@@ -209,3 +211,29 @@ def test_a_run_of_forward_passes_counts_no_starts():
     session = prepare(SLOW, {"batch_size": 2, "num_workers": 1}, device=device)
     settings = ProbeSettings(memory_limit_bytes=None, max_timed_s=0.2)
     assert EvaluationRun(session, device, settings, lambda progress: None).measure(0.0).start_wait_s == 0.0
+
+
+def test_probes_of_one_seed_time_the_same_samples():
+    drawn = []
+
+    class Drawn(Dataset):
+        def __len__(self):
+            return 400
+
+        def __getitem__(self, index):
+            drawn.append(index)
+            return torch.randn(6), index % 3
+
+    task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Drawn)
+    device = open_device("cpu")
+
+    def timed(batch_size, seed):
+        session = prepare(task, {"batch_size": batch_size, "accumulation_steps": 32 // batch_size}, device=device)
+        begin_again = session.loader.begin_again
+        session.loader.begin_again = lambda seed: (drawn.clear(), begin_again(seed))
+        settings = ProbeSettings(memory_limit_bytes=None, num_samples=320, seed=seed, phases=False)
+        Run(session, device, settings, lambda progress: None).measure(0.0)
+        assert len(drawn) >= 320
+        return drawn[:320]
+
+    assert timed(4, seed=1) == timed(16, seed=1) != timed(16, seed=2)

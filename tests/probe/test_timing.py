@@ -176,6 +176,16 @@ def test_what_was_timed_has_to_do_when_the_time_out_is_near():
     assert timing.is_done(1, 11 * LATE) and not timing.is_done(1, 9 * LATE)
 
 
+def test_a_run_of_so_many_samples_goes_on_until_it_has_them_however_quiet_it_is_and_not_for_too_long():
+    timing, slow = timing_of(num_samples=200, interval=0.5), timing_of(num_samples=200, max_timed_s=1.0)
+    for number in range(10):
+        assert not timing.is_done(number, 0.0)
+        timing.blocks.add(100.0, 0.2, num_samples=20)
+        slow.blocks.add(10.0, 0.25, num_samples=2)
+    assert timing.is_done(10, 0.0)
+    assert slow.is_done(10, 0.0)
+
+
 def test_a_run_of_so_many_steps_is_done_after_them_alone():
     timing = timing_of(num_steps=5, timeout_s=10.0)
     for _ in range(2 * MIN_BLOCKS):

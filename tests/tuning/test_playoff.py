@@ -556,7 +556,7 @@ def test_a_machine_that_is_always_disturbed_gets_an_answer():
     assert disturbed_in(range(100)).answer.config == config(8)
 
 
-def timed_after(between, within, overhead_s):
+def timed_after(between, within, overhead_s, same_samples=False):
     """How long a process is timed, after a few rounds with this noise between processes and within a second of one."""
     generator, speeds = random.Random(0), {config(8): 150.0, BASE: 100.0}
 
@@ -571,7 +571,8 @@ def timed_after(between, within, overhead_s):
     made.enter(Entrant(config(8)))
     assert made.timed_s(10.0) == SHORTEST_TIMED_S
     made.play(lambda seconds, number: number < 8)
-    return made.timed_s(10.0)
+    assert made.mean_samples_per_s == pytest.approx(math.sqrt(150.0 * 100.0), rel=5 * between)
+    return made.timed_s(10.0, same_samples=same_samples)
 
 
 def test_processes_are_short_where_they_differ_and_long_where_their_blocks_do():
@@ -580,6 +581,11 @@ def test_processes_are_short_where_they_differ_and_long_where_their_blocks_do():
     assert timed_after(between=0.02, within=0.02, overhead_s=16.0) > timed_after(
         between=0.02, within=0.02, overhead_s=1.0
     )
+
+
+def test_where_all_time_the_same_samples_what_blocks_differ_by_makes_no_process_long():
+    assert timed_after(between=0.03, within=0.1, overhead_s=1.0) == 10.0
+    assert timed_after(between=0.03, within=0.1, overhead_s=1.0, same_samples=True) == pytest.approx(1.0)
 
 
 def standstill(late, rounds=MANY):
