@@ -14,12 +14,13 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 
 from autotune.records.recheck import Recheck
 from autotune.report.figures import times
+from tests.benchmarks.kept import Kept
 from tests.benchmarks.live import Case, ask
 from tests.benchmarks.searches import write
 
@@ -122,31 +123,41 @@ def table(found: Sequence[Told], without: Mapping[str, str]) -> Iterator[str]:
     )
 
 
-def run(cases: Iterable[Case], folder: Path) -> tuple[list[Told], dict[str, str]]:
+def run(cases: Iterable[Case], folder: Path, kept: Kept) -> tuple[list[Told], dict[str, str]]:
     """Every case in turn."""
     found, without = [], {}
     for case in cases:
-        told = tell_and_see(case, folder)
-        if isinstance(told, Told):
-            found.append(told)
-            print(
-                f"{case.name}: told {told.told:.3f} ({told.low:.3f} to {told.high:.3f}), seen {told.seen}",
-                file=sys.stderr,
-            )
-        else:
+        told = kept.once(case.name, lambda case=case: _plain(tell_and_see(case, folder)))
+        if isinstance(told, str):
             without[case.name] = told
             print(f"{case.name}: {told}", file=sys.stderr)
+        else:
+            found.append(one := Told(**{**told, "seen": tuple(told["seen"])}))
+            print(
+                f"{one.name}: told {one.told:.3f} ({one.low:.3f} to {one.high:.3f}), seen {one.seen}", file=sys.stderr
+            )
     return found, without
+
+
+def _plain(told: Told | str) -> dict[str, object] | str:
+    return told if isinstance(told, str) else asdict(told)
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES], help="names of tasks")
+    parser.add_argument("--models", nargs="+", type=Path, help="model files to take instead")
+    parser.add_argument("--keep", type=Path, help="folder for studies; what it holds is not searched again")
     parser.add_argument("--write", action="store_true", help="write the table into studies/README.md")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        lines = list(table(*run([case for case in CASES if case.name in options.cases], Path(folder))))
+    cases = [case for case in CASES if case.name in options.cases]
+    if options.models:
+        cases = [Case(path.stem, str(path.resolve())) for path in options.models]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = list(table(*run(cases, folder, Kept(folder / "found.jsonl"))))
     print("\n".join(lines))
     if options.write:
         write("told", lines)
