@@ -1,4 +1,4 @@
-"""The order in which a session draws the samples of its training set: at random, and from a step on in an order that can be drawn again."""
+"""The order in which a session draws the samples of its training set: at random, and from a moment on in the order that a seed gives."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import RandomSampler
 
-_LARGE = 2**20  # samples; of a larger training set so many are drawn, and hardly one comes twice
+_LARGE = 2**17  # samples; an order of more takes too long to draw
+_PIECE = 2**12  # samples; of so large a training set they are drawn with replacement, so many at once
 
 
 class Order(RandomSampler):
-    """Draws as torch's own sampler does, until it is told to begin again in an order that a seed tells."""
+    """Draws as torch's own sampler does, until it is told to begin again in a seed's order."""
 
-    _seed: int | None = None
+    _next: Iterator[int] | None = None
 
     def begin_again(self, seed: int) -> None:
-        """Let what is drawn from here on be all samples in the seed's order, whatever was drawn before. The pass after that is random.
-
-        Data workers still give the batches that were drawn ahead for them.
-        """
-        self._seed = seed
+        """From here on, draw as many samples as there are, in the seed's order. The pass after that is random."""
+        self._next = self._in_order(seed)
 
     def __iter__(self) -> Iterator[int]:
         drawn = super().__iter__()
         while True:
-            if self._seed is not None:
-                drawn, self._seed = iter(self._in_order(self._seed)), None
+            if self._next is not None:
+                drawn, self._next = self._next, None
             try:
                 index = next(drawn)
             except StopIteration:
                 return
             yield index
 
-    def _in_order(self, seed: int) -> list[int]:
+    def _in_order(self, seed: int) -> Iterator[int]:
         draws, number = torch.Generator().manual_seed(seed), self.num_samples
-        if number > _LARGE:
-            return torch.randint(number, (_LARGE,), generator=draws).tolist()
-        return torch.randperm(number, generator=draws).tolist()
+        if number <= _LARGE:
+            return iter(torch.randperm(number, generator=draws).tolist())
+        pieces = (min(_PIECE, number - start) for start in range(0, number, _PIECE))
+        return (index for size in pieces for index in torch.randint(number, (size,), generator=draws).tolist())

@@ -403,13 +403,19 @@ class StepLoader:
         options = {**self._options, "timeout": timeout_s}
         return _micro_loader(self._task, dataset, self._config.batch_size, shuffle=True, **options)
 
-    def begin_again(self, seed: int) -> None:
-        """Let the batches that follow hold all samples once more, in the seed's order.
+    def begin_again(self, seed: int) -> int:
+        """After the batches that are drawn already, let all samples come once more, in the seed's order.
 
-        Nothing changes where a sampler of the task's own gives the order, for a stream, and where several processes share the samples.
+        Nothing changes where a sampler of the task's own gives the order, for a stream, where several processes share the samples, and
+        where there is no dataset.
+
+        Returns:
+            How many batches are drawn already: those that data workers were told to load, and those on their way to the device.
         """
-        if self._micro_loader is not None and isinstance(self._sampler, Order):
-            self._sampler.begin_again(seed)
+        if self._micro_loader is None or not isinstance(self._sampler, Order):
+            return 0
+        self._sampler.begin_again(seed)
+        return self.num_workers * (self._micro_loader.prefetch_factor or 0) + len(self._batch_streams)
 
     def micro_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield single micro batches, before they are grouped, and how many samples each holds."""

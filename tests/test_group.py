@@ -96,5 +96,9 @@ sum(range(3_000_000))
 def test_a_thread_that_still_frees_what_was_sent_does_not_abort_the_process(tmp_path: Path) -> None:
     commands = [[sys.executable, "-c", HOLDS_THE_LOCK, str(rank)] for rank in range(2)]
     started = [subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) for command in commands]
-    ended = [(process.communicate(timeout=60)[1], process.returncode) for process in started]
+    try:
+        ended = [(process.communicate(timeout=60)[1], process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [code for _, code in ended] == [0, 0], ended

@@ -33,9 +33,11 @@ def test_what_follows_is_all_samples_in_the_seeds_order_whatever_was_drawn_befor
     assert list(drawing) != list(drawing)  # the passes after it are random
 
 
-def test_of_a_large_training_set_no_whole_pass_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_training_set_no_whole_order_is_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "_LARGE", 20)
-    drawing = Order(range(1000))
+    monkeypatch.setattr(order, "_PIECE", 300)
+    drawing, same = Order(range(1000)), Order(range(1000))
     drawing.begin_again(5)
+    same.begin_again(5)
     drawn = list(drawing)
-    assert len(drawn) == 20 and len(set(drawn)) > 15
+    assert drawn == list(same) and len(drawn) == 1000 and 550 < len(set(drawn)) < 700  # 1 - 1/e of them, on average

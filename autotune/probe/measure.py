@@ -32,6 +32,7 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 # A micro step longer than this is split by phase while it is timed, as to wait for the device in between costs nothing, and what has
 # settled of its warm-up counts: a single block is then long enough to see other work in it.
 LONG_S = 0.3
+AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 
 
@@ -99,6 +100,7 @@ class Run:
         """
         self._began_s = time.perf_counter() - setup_s
         self.warm_up()
+        self._begin_in_order()
         warmup_s = self.reporter.train_s
         self.reporter.enter("timing")
         timed_s = 0.0
@@ -190,6 +192,13 @@ class Run:
             self._clock(self._update)
         return self._compile_s
 
+    def _begin_in_order(self) -> None:
+        """Let timing begin with the first sample of the seed's order, if the batches that come before it take little time."""
+        num_ahead, typical = self.session.loader.begin_again(self.settings.seed), self._typical()
+        if num_ahead * (typical.micro_s + typical.update_s) <= AHEAD_S:
+            for _ in range(num_ahead):
+                self._warm_step(self._take(1))
+
     def _largest_batches(self, count: int) -> StepBatch:
         """The largest micro batch, some times: of the widest samples; one like all others where batches are made."""
         task, size = self.session.task, self.session.config.batch_size
@@ -274,7 +283,6 @@ class Run:
         phases: dict[str, float] = {}
         if is_long:
             self._count_settled(typical.update_s)
-        self.session.loader.begin_again(self.settings.seed)
         self._observers.start()
         num_whole = 0
         is_done = False
@@ -315,12 +323,12 @@ class Run:
     def _count_settled(self, update_s: float) -> None:
         """Make blocks of the warm-up's last step, with which the run had settled, and of the micro steps after it.
 
-        Where something is to be watched for some seconds, nothing of the warm-up counts: observers come after it.
+        Where something is to be watched for longer than a micro step, nothing of the warm-up counts: observers come after it.
 
         Args:
             update_s: of a typical update; those micro steps have one together.
         """
-        if self.settings.min_timed_s:
+        if self.settings.min_timed_s > LONG_S:
             return
         last = self.warm_steps[-1]
         for step in (last, *(WarmStep(micro_s, update_s) for micro_s in self._settled_micro_s)):

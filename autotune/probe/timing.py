@@ -130,7 +130,7 @@ class Blocks:
 
     @property
     def enough(self) -> bool:
-        """Whether the interval is narrow enough, the noise no longer shrinks, or the time is up."""
+        """Whether the interval is narrow enough, the noise no longer shrinks, the samples were taken, or the time is up."""
         count = len(self.samples_per_s)
         if self.timed_s < self.settings.min_timed_s:
             return False

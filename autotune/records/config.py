@@ -229,8 +229,8 @@ class ProbeSettings(Record):
         phases: whether the time of a step is split by phase. A short step is taken once more for that.
         known_peak_bytes: what an earlier process of the config held at its peak. The largest batches are then not trained again,
             and the peak is at least that; 0 where it is not known.
-        num_samples: timing ends with the block in which so many samples are reached, and not by the interval. Timing begins with the
-            first sample of an order that the seed draws, so probes of one seed time the same samples. 0 for the rule.
+        num_samples: timing ends once so many samples were taken, and not by the interval: with six blocks at least, and after twice
+            `max_timed_s` at the latest. Probes of one seed take the same samples in the same order. 0 for the rule.
         num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
         seed: seed of torch, numpy and random, set before the model is built.
         timeout_s: the probe is killed after so long.

@@ -130,7 +130,9 @@ def _open_play_off(search: Search) -> PlayOff:
     )
 
     # samples of a training set differ in their work: which ones are drawn differs between rounds, and not within one
-    same_samples = search.inspection.facts.dataset_size is not None and search.settings.world.size == 1
+    facts = search.inspection.facts
+    is_drawn = facts.dataset_size is not None and "IterableDataset" not in facts.parts
+    same_samples = is_drawn and search.settings.world.size == 1
 
     def timed_s() -> float:
         assert search.play_off is not None
@@ -139,8 +141,8 @@ def _open_play_off(search: Search) -> PlayOff:
     @functools.cache
     def settings_of(number: int) -> ProbeSettings:
         assert search.play_off is not None
-        longest_s = timed_s()
-        num_samples = math.ceil(longest_s * search.play_off.mean_samples_per_s) if same_samples else 0
+        longest_s = max(timed_s(), settings.min_timed_s)
+        num_samples = search.play_off.num_samples(longest_s) if same_samples else 0
         return settings.replace(max_timed_s=longest_s, num_samples=num_samples, seed=settings.seed + 1 + number)
 
     def run(config: Config, number: int) -> Outcome | None:

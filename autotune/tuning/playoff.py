@@ -213,8 +213,8 @@ class PlayOff:
         within over that between (Kalibera and Jones, Rigorous benchmarking in reasonable time, ISMM 2013, section 5).
 
         Args:
-            same_samples: whether all processes of a round time the same samples. What blocks differ by is then common to them for
-                the most part: at most half of what is left between processes is taken to come from within.
+            same_samples: whether all processes of a round time the same samples. Blocks then differ in the same way in all of them,
+                for the most part: at most half of the variance between processes is taken to come from blocks.
         """
         found = [outcome for entrant in self._everyone() for outcome in entrant.outcomes.values()]
         timed = [(o.running_s - o.measurement.timed_s, o.measurement) for o in found if o.measurement]
@@ -231,11 +231,13 @@ class PlayOff:
         between = max(all_together - within / mean_timed_s, 1e-3 * all_together)
         return min(max(math.sqrt(max(0.0, overhead_s) * within / between), SHORTEST_TIMED_S), longest_s)
 
-    @property
-    def mean_samples_per_s(self) -> float:
-        """The geometric mean of the speeds of those who are still in, as their latest processes measured them."""
+    def num_samples(self, timed_s: float) -> int:
+        """The samples that each process of a round takes, so that one of mean speed takes `timed_s`, and the fastest no less than the
+        shortest time.
+        """
         latest = (one.latest() for one in self._everyone() if not one.dropped)
-        return geometric_mean([found.measurement.samples_per_s for found in latest if found and found.measurement])
+        speeds = [found.measurement.samples_per_s for found in latest if found and found.measurement]
+        return math.ceil(max(timed_s * geometric_mean(speeds), SHORTEST_TIMED_S * max(speeds)))
 
     @property
     def _base(self) -> Entrant | None:

@@ -72,6 +72,7 @@ class Told:
 def tell_and_see(case: Case, folder: Path) -> Told | str:
     """Search, then run the answer and the baseline again; the reason where there is no gain to see again."""
     study = folder / f"{case.name}.db"
+    study.unlink(missing_ok=True)  # of a run that was stopped
     answer = ask(case, "search", "--device", "cpu", "--budget", BUDGET, "--storage", str(study), "--quiet")
     if not answer.get("speedup_ci"):
         return str(answer.get("error") or answer["verdict"])
@@ -153,7 +154,10 @@ def main() -> None:
     options = parser.parse_args()
     cases = [case for case in CASES if case.name in options.cases]
     if options.models:
-        cases = [Case(path.stem, str(path.resolve())) for path in options.models]
+        if options.write:
+            parser.error("--write is for the twelve tasks, and not for --models")
+        paths = [path.resolve() for path in options.models]
+        cases = [Case(f"{path.parent.name}, {path.stem}", str(path)) for path in paths]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

@@ -196,7 +196,7 @@ def test_the_speed_is_that_of_whole_passes(monkeypatch, settings):
     device = open_device("cpu")
     session = prepare(task, {"batch_size": 2}, device=device)
     session.loader = SimpleNamespace(
-        micro_batches=micro_batches, num_samples=NUM_SAMPLES, num_workers=1, begin_again=lambda seed: None
+        micro_batches=micro_batches, num_samples=NUM_SAMPLES, num_workers=1, begin_again=lambda seed: 0
     )
     settings = ProbeSettings(**{"memory_limit_bytes": None, "max_timed_s": 0.2, **settings})
     found = Run(session, device, settings, lambda progress: None).measure(0.0)
@@ -213,27 +213,40 @@ def test_a_run_of_forward_passes_counts_no_starts():
     assert EvaluationRun(session, device, settings, lambda progress: None).measure(0.0).start_wait_s == 0.0
 
 
-def test_probes_of_one_seed_time_the_same_samples():
-    drawn = []
+def first_timed(monkeypatch, choices, seed, num_samples=320):
+    """The samples that a probe times first: each input is its position in the training set."""
+    taken = []
 
-    class Drawn(Dataset):
+    class Positions(Dataset):
         def __len__(self):
             return 400
 
         def __getitem__(self, index):
-            drawn.append(index)
-            return torch.randn(6), index % 3
+            return torch.full((6,), float(index)), index % 3
 
-    task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Drawn)
+    def training_step(model, batch):
+        taken.extend(batch[0][:, 0].int().tolist())
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    time_blocks = Run._time
+    monkeypatch.setattr(Run, "_time", lambda run: (taken.clear(), time_blocks(run))[1])
+    task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Positions, training_step=training_step)
     device = open_device("cpu")
+    settings = ProbeSettings(memory_limit_bytes=None, num_samples=num_samples, seed=seed, phases=False)
+    Run(prepare(task, choices, device=device), device, settings, lambda progress: None).measure(0.0)
+    assert len(taken) >= num_samples
+    return taken[:num_samples]
 
-    def timed(batch_size, seed):
-        session = prepare(task, {"batch_size": batch_size, "accumulation_steps": 32 // batch_size}, device=device)
-        begin_again = session.loader.begin_again
-        session.loader.begin_again = lambda seed: (drawn.clear(), begin_again(seed))
-        settings = ProbeSettings(memory_limit_bytes=None, num_samples=320, seed=seed, phases=False)
-        Run(session, device, settings, lambda progress: None).measure(0.0)
-        assert len(drawn) >= 320
-        return drawn[:320]
 
-    assert timed(4, seed=1) == timed(16, seed=1) != timed(16, seed=2)
+def test_probes_of_one_seed_time_the_same_samples(monkeypatch):
+    small, large = {"batch_size": 4, "accumulation_steps": 8}, {"batch_size": 16, "accumulation_steps": 2}
+    found = first_timed(monkeypatch, small, seed=1)
+    assert found == first_timed(monkeypatch, large, seed=1) != first_timed(monkeypatch, large, seed=2)
+    assert found == first_timed(monkeypatch, {**small, "num_workers": 2, "prefetch_factor": 3}, seed=1)
+
+
+def test_what_workers_were_told_to_load_is_not_waited_for_where_that_takes_long(monkeypatch):
+    choices = {"batch_size": 4, "accumulation_steps": 8}
+    monkeypatch.setattr(measure, "AHEAD_S", 0.0)
+    ahead = first_timed(monkeypatch, {**choices, "num_workers": 1}, seed=1)
+    assert ahead[2 * 4 :] == first_timed(monkeypatch, choices, seed=1)[: -2 * 4]

@@ -571,7 +571,8 @@ def timed_after(between, within, overhead_s, same_samples=False):
     made.enter(Entrant(config(8)))
     assert made.timed_s(10.0) == SHORTEST_TIMED_S
     made.play(lambda seconds, number: number < 8)
-    assert made.mean_samples_per_s == pytest.approx(math.sqrt(150.0 * 100.0), rel=5 * between)
+    assert made.num_samples(2.0) == pytest.approx(2 * math.sqrt(150.0 * 100.0), rel=5 * between)
+    assert made.num_samples(0.1) == pytest.approx(SHORTEST_TIMED_S * 150.0, rel=5 * between)
     return made.timed_s(10.0, same_samples=same_samples)
 
 

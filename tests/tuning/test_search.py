@@ -137,17 +137,19 @@ def test_steps_are_split_by_phase_in_the_search_and_not_once_more_in_the_play_of
 
 
 def test_a_round_draws_samples_of_its_own_and_the_same_for_all_who_play_it(tmp_path):
-    seeds = []
+    seeds, lengths = [], set()
 
     class Watched(Staged):
         def in_play_off(self, config, settings, outcome):
             seeds.append((settings.seed, config))
+            lengths.add((settings.seed, settings.max_timed_s, settings.num_samples))
             return outcome
 
     answer(recommender(tmp_path, Watched()))
     rounds = {seed: {config for other, config in seeds if other == seed} for seed, _ in seeds}
     assert len(rounds) > 1 and all(len(played) > 1 for played in rounds.values())
     assert len(set(seeds)) == len(seeds)
+    assert len(lengths) == len(rounds)
 
 
 def test_what_a_play_off_knows_of_a_peak_is_what_the_search_saw(tmp_path):
