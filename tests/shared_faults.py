@@ -19,7 +19,8 @@ from autotune.study.store import connect
 from tests.controllers import USUAL, Controller, controllers
 from tests.postgres import Network, Server
 
-PLENTY = {"sampler": "random", "seconds": 0.2, "num_trials": 5, "budget_s": 300.0}
+# enough trials that no search is done before those that waited longer for the storage are back
+PLENTY = {"sampler": "random", "seconds": 0.4, "num_trials": 12, "budget_s": 300.0}
 LONGEST_S = 120.0
 FULL_BYTES = 24 * 2**20
 
