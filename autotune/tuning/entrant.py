@@ -49,15 +49,18 @@ class Entrant:
         """The rounds in which both told it."""
         return self.rounds(figure) & other.rounds(figure)
 
+    @property
+    def ran(self) -> list[Outcome]:
+        """Its processes in the play-off that ran through, in their order."""
+        return [outcome for outcome in self.outcomes.values() if outcome.ok]
+
     def latest(self) -> Outcome | None:
         """Its last process that ran through."""
-        ran = [outcome for outcome in self.outcomes.values() if outcome.ok]
-        return ran[-1] if ran else self.probe
+        return self.ran[-1] if self.ran else self.probe
 
     def told_by(self) -> list[Outcome]:
         """The processes whose figures are told: the undisturbed ones of the play-off, else of the search, else all of the play-off."""
-        ran = [outcome for outcome in self.outcomes.values() if outcome.ok]
-        return undisturbed(ran) or undisturbed([self.probe] if self.probe is not None else []) or ran
+        return undisturbed(self.ran) or undisturbed([self.probe] if self.probe is not None else []) or self.ran
 
     def least_unrest(self) -> float:
         """How far a disturbance may have moved what is told: 0 where `told_by` holds an undisturbed process, or several, whose
