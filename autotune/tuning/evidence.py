@@ -125,6 +125,10 @@ class Evidence:
         """The standard deviation between equal processes that nothing disturbed, from all pairs."""
         return self._spread(self._searched)[0]
 
+    def differ_by_more_than(self, log: float) -> bool:
+        """Whether equal processes were seen to differ by more than this, in standard deviations."""
+        return self.std > log and self._spread(self._searched) != (PRIOR_STD, PRIOR_DF)
+
     def _played(self, std: float) -> _Fit:
         if std not in self._fits:
             self._fits[std] = _least_squares(self._logs, _weights(self._unrest, std))

@@ -5,6 +5,7 @@ What is told of those who played: speeds that processes of theirs measured, and 
 
 import math
 import random
+from functools import partial
 
 import pytest
 
@@ -144,13 +145,17 @@ def test_two_that_the_search_alone_ran_once_each_differ_by_no_more_than_processe
 
 
 def played(rounds, searched=(), probes=()):
-    """A play-off with given outcomes by round, after a search that found given figures."""
+    """A play-off with given outcomes by round, or what makes them, after a search that found given figures."""
     found, probes = dict(searched), dict(probes)
+
+    def run(of, number):
+        outcome = rounds[number][of]
+        return outcome() if callable(outcome) else outcome
 
     def entrant(of):
         return Entrant(of, found.get(of), probe=probes.get(of))
 
-    made = PlayOff(entrant(BASE), lambda of, number: rounds[number][of], OBJECTIVE, seed=0)
+    made = PlayOff(entrant(BASE), run, OBJECTIVE, seed=0)
     for of in rounds[0]:
         if of != BASE:
             made.enter(entrant(of))
@@ -257,7 +262,7 @@ def test_no_speed_is_told_that_no_undisturbed_process_measured(seed, unseen):
         return work.beside(of, ok(of, true[of] * math.exp(generator.gauss(0, 0.1))))
 
     probes = {of: process(of) for of in true}
-    rounds = [{of: process(of) for of in true} for _ in range(1 + seed % 4)]
+    rounds = [{of: partial(process, of) for of in true} for _ in range(1 + seed % 4)]
     seen = {of: bool(probe.disturbances) for of, probe in probes.items()}
     searched = {
         of: Searched(math.log(probe.measurement.samples_per_s), unrest=seen[of]) for of, probe in probes.items()

@@ -132,10 +132,20 @@ def test_when_all_have_failed_and_the_time_is_up_a_substitute_still_plays():
     assert standing.answer.config == config(12)
 
 
-def test_every_entrant_runs_in_every_round_until_it_is_dropped():
-    _, log = contest({config(8): 195.0, config(16): 200.0, BASE: 90.0}, noise=0.05)
+def test_where_processes_are_alike_every_entrant_runs_in_every_round_until_it_is_dropped():
+    _, log = contest({config(8): 198.0, config(16): 200.0, BASE: 90.0}, noise=0.005)
     for number in range(MIN_ROUNDS):
         assert {candidate for n, candidate in log if n == number} == {config(8), config(16), BASE}
+
+
+def test_where_processes_differ_the_leader_and_the_baseline_play_most_rounds():
+    """Which of the others is a little faster cannot be told, and the gain can."""
+    for seed in range(5):
+        _, log = contest({config(8): 198.0, config(12): 199.0, config(16): 200.0, BASE: 90.0}, noise=0.1, seed=seed)
+        ran = {candidate: sum(one == candidate for _, one in log) for candidate in {one for _, one in log}}
+        of_all = [n for n in range(MANY) if sum(number == n for number, _ in log) == len(ran)]
+        assert of_all[0] == 0 and 1 < len(of_all) < MANY / 2
+        assert ran[BASE] == MANY and all(count >= len(of_all) for count in ran.values())
 
 
 def test_the_order_within_a_round_is_shuffled():
