@@ -288,8 +288,10 @@ class PlayOff:
         """
         everyone = [entrant for entrant in self._everyone() if not entrant.dropped]
         playing, base = self.playing, self._base
+        if base is None or not playing or playing != self.compared:
+            return everyone
         evidence = self.evidence()
-        if base is None or not playing or playing != self.compared or not evidence.differ_by_more_than(CLOSE):
+        if not evidence.differ_by_more_than(CLOSE):
             return everyone
         leader = self.leader(evidence, playing)
         if len(leader.outcomes) >= FOCUS * min(len(entrant.outcomes) for entrant in playing):
