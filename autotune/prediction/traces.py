@@ -396,6 +396,15 @@ class Plan(Record):
             lengths=self.lengths and traces.lengths is None,
         )
 
+    def needed_by(self, config: Config, techniques: Techniques) -> Plan:
+        """What one config needs, and plain training, with which its trace is compared."""
+        model, update = techniques.micro_batch_group(config), techniques.update_group(config)
+        return replace(
+            self,
+            models=tuple(group for group in self.models if group in ((), model)),
+            updates=tuple(group for group in self.updates if group in ((), update)),
+        )
+
     def labels(self) -> list[str]:
         """Of all groups."""
         return [*map(model_label, self.models), *map(update_label, self.updates)]

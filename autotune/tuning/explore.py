@@ -11,6 +11,7 @@ from autotune.tuning import why
 from autotune.tuning.confirm import near_the_best
 from autotune.tuning.state import Search
 from autotune.tuning.together import wait_for, wait_for_others
+from autotune.tuning.trace_ahead import SLICE_S
 from autotune.units import format_seconds, plural
 
 UNDONE = 2  # probes for which time is kept, to undo the changes that are predicted to matter most
@@ -162,10 +163,28 @@ def _trace_between(search: Search) -> None:
     tracing = search.tracing
     if tracing.beside is None and not tracing.is_done and not search.is_running and _may_start_another(search):
         with search.budget.split("tracing"):
-            tracing.advance()
-            while search.at_once.width > 1 and not tracing.is_done and not search.interrupted():
-                tracing.advance()  # several probes at once would wait for each slice
+            if search.at_once.width > 1:  # several probes at once would wait for each slice
+                while not tracing.is_done and not search.interrupted():
+                    tracing.advance()
+            elif {*search.history.known} == {search.history.space.baseline}:
+                _trace_the_next(search)
+            else:
+                tracing.advance()
         _note_traces(search)
+
+
+def _trace_the_next(search: Search) -> None:
+    """Trace what the first config after the baseline needs: the first answer is not to wait until all others are traced.
+
+    Which config comes next depends on what is known of its memory, so it is asked for again after each trace.
+    """
+    tracing, ends_s = search.tracing, search.tracing.wall_s + SLICE_S
+    config = search.history.space.baseline
+    while not tracing.is_traced(config) and not tracing.is_done and tracing.wall_s < ends_s:
+        tracing.advance(only=config)
+        if search.interrupted() or (proposal := search.proposer().propose(search.history)) is None:
+            return
+        config = proposal.config
 
 
 def _trace_beside(search: Search) -> None:

@@ -79,20 +79,31 @@ class Tracing:
         """What of some configs is not traced yet."""
         return plan_traces(configs, self._runner.techniques, self._world).without(self.traces)
 
-    def advance(self, slice_s: float = SLICE_S, watch: Callable[[Traces], bool] | None = None) -> None:
+    def is_traced(self, config: Config) -> bool:
+        """Whether what a config needs was traced, or cannot be."""
+        return not self._left([config]).labels()
+
+    def advance(
+        self,
+        slice_s: float = SLICE_S,
+        watch: Callable[[Traces], bool] | None = None,
+        *,
+        only: Config | None = None,
+    ) -> None:
         """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing.
 
         Args:
             watch: called now and then with what is known so far, as long as it returns true.
+            only: trace what this config needs, and nothing else.
         """
         ends_s = self.wall_s + slice_s
         while True:
             confirms = self._begin()
-            self._trace(ends_s - self.wall_s, watch)
+            self._trace(ends_s - self.wall_s, watch, None if self._to_confirm else only)
             if not confirms or self._to_confirm or self._is_complete or self.wall_s >= min(ends_s, self.max_s):
                 return
 
-    def _trace(self, slice_s: float, watch: Callable[[Traces], bool] | None) -> None:
+    def _trace(self, slice_s: float, watch: Callable[[Traces], bool] | None, only: Config | None) -> None:
         """Trace what is wanted next: what confirms the kept traces, or what is missing."""
         started_s = self._runner.now_s()
         left_s = max(0.0, self.max_s - self.wall_s)
@@ -104,6 +115,7 @@ class Tracing:
             world=self._world,
             slice_s=min(slice_s, left_s),
             watch=watch,
+            only=only,
         )
         self.wall_s += self._runner.now_s() - started_s
         self._take(replace(found, failures=self.traces.failures) if self.wall_s >= self.max_s else found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
 from autotune.prediction.traces import Traces, plan_traces
-from autotune.records.config import ProbeSettings
+from autotune.records.config import Config, ProbeSettings
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import InspectJob, Job, ProbeJob, TraceJob
@@ -105,6 +105,37 @@ def test_a_search_traces_in_a_twentieth_of_its_budget_and_says_that_the_time_was
     assert result.split_s["tracing"] <= 5.5
     (told,) = [text for text in notes.texts if "trac" in text and "predicted" not in text]
     assert "the time for tracing was up (5.0 s)" in told and "killed" not in told
+
+
+@dataclass
+class Noting(ClosedFormRunner):
+    """Traces whatever is asked for at once, and notes it, and the configs that are probed."""
+
+    noted: list[Config | list[str]] = field(default_factory=list)
+
+    def result_of(self, job: Job[Any]) -> Any:
+        if isinstance(job, TraceJob):
+            self.noted.append(job.plan.labels())
+            models, updates = dict.fromkeys(job.plan.models, PLAIN), dict.fromkeys(job.plan.updates, DEFAULT)
+            return Traces(target="cpu", models=models, updates=updates)
+        if isinstance(job, ProbeJob):
+            self.noted.append(job.config)
+        return super().result_of(job)
+
+
+def test_the_first_config_after_the_baseline_waits_for_no_traces_but_its_own(tmp_path: Path) -> None:
+    runner = Noting()
+    made = make_search(tmp_path, runner, sampler="cost-model", num_trials=3)
+    made.tracing = Tracing(runner, made.history.space.tracing, "cpu", None, max_s=60.0)
+    measure_baseline(made)
+    explore(made, made.proposer())
+    _, plain, own, second, others, _ = runner.noted
+    known = plan_traces(made.history.space.tracing(), find_techniques())
+    assert isinstance(second, Config)
+    assert [*plain, *own] == known.needed_by(made.history.space.baseline, find_techniques()).labels() + [
+        label for label in known.needed_by(second, find_techniques()).labels() if label not in plain
+    ]
+    assert {*others} == {*known.labels()} - {*plain, *own} != set()
 
 
 class Endless(ClosedFormRunner):
