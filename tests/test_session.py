@@ -13,7 +13,6 @@ from autotune.errors import ConfigError, DeviceError
 from autotune.records.config import World
 from autotune.records.inspection import Support
 from autotune.task import Task
-from autotune.task.batches import StepBatch
 from autotune.techniques.base import Phase, Switch
 
 torch.set_num_threads(1)
@@ -48,16 +47,6 @@ def gradients_after(task, config, batch):
     session = prepare(task, config, device="cpu")
     loss = session.accumulate(batch)
     return loss, [p.grad for p in session.model.parameters()]
-
-
-class Numbers(torch.utils.data.Dataset):
-    """Sample i is filled with i; there are 22 of them."""
-
-    def __len__(self):
-        return 22
-
-    def __getitem__(self, index):
-        return torch.full((6,), float(index)), index % 3
 
 
 def assert_equal_in_double(task, whole_config, split_config, batch):
@@ -175,28 +164,6 @@ def test_fp16_steps_that_overflow_are_skipped_and_training_goes_on():
     assert session.scaler.get_scale() < 65536
     assert all(p.isfinite().all() for p in session.model.parameters())
     assert all(not torch.equal(p, q) for p, q in zip(before, session.model.parameters(), strict=True))
-
-
-def test_the_loader_groups_micro_batches_and_ends_with_what_is_left():
-    session = prepare(task_of(train_dataset=Numbers), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
-    groups = list(session.loader)
-    assert all(isinstance(group, StepBatch) for group in groups)
-    assert [[len(micro[1]) for micro in group] for group in groups] == [[4, 4], [4, 4], [4, 2]]
-    assert sorted(int(x) for group in groups for micro in group for x in micro[0][:, 0]) == list(range(22))
-    assert len(session.loader) == 3
-
-
-def test_without_a_dataset_the_loader_makes_batches_without_end():
-    session = prepare(task_of(), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
-    loader = iter(session.loader)
-    assert [[len(micro[1]) for micro in next(loader)] for _ in range(5)] == [[4, 4]] * 5
-    with pytest.raises(TypeError, match="without end"):
-        len(session.loader)
-
-
-def test_what_the_loader_yields_can_be_stepped_on():
-    session = prepare(task_of(train_dataset=Numbers), {"batch_size": 4, "accumulation_steps": 2}, device="cpu")
-    assert all(session.step(batch).isfinite() for batch in session.loader)
 
 
 def test_accumulation_follows_from_the_global_batch():
