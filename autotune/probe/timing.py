@@ -18,7 +18,7 @@ from autotune.records.outcome import Measurement, Progress
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median; that of fewer is not
-OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: steps that take so long differ little. Else twice as long
+OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: long steps differ little. If not, three, after twice as long
 UNLIKE = 0.1  # of their median, by which such blocks must not differ. A heap of 1 GiB that is trimmed now and then made it 30 %
 MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and scheduler
 FAR = 1.25  # two processes of one config now and then differ by this factor, so a config within it of the front may not have lost
@@ -138,8 +138,10 @@ class Blocks:
             is_late = self.timed_s >= OVERTIME * self.settings.max_timed_s
             return self.num_samples >= self.settings.num_samples or is_late
         if count < MIN_BLOCKS:
-            overtime_s = OVERTIME * self.settings.max_timed_s
-            return count >= 2 and self.timed_s >= (overtime_s if self._agree else 2 * overtime_s)
+            overtime_s, fewest = OVERTIME * self.settings.max_timed_s, 2
+            if count >= fewest and not self._agree:
+                overtime_s, fewest = 2 * overtime_s, 3  # the median of two that differ lies where neither is
+            return count >= fewest and self.timed_s >= overtime_s
         stalled = count >= 2 * MIN_BLOCKS and count > STALL_FACTOR * self._narrowest_at
         is_late = self.timed_s >= self.settings.max_timed_s
         return self.half_width <= self.settings.interval or stalled or is_late

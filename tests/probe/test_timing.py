@@ -98,11 +98,13 @@ def test_blocks_longer_than_the_time_allowed_need_only_be_two(block_s, fewest):
     assert len(blocks.samples_per_s) == fewest
 
 
-@pytest.mark.parametrize(("speeds", "fewest"), [((100.0, 104.0), 2), ((78.0, 109.0), 4)])
-def test_long_blocks_that_differ_are_timed_twice_as_long(speeds, fewest):
+@pytest.mark.parametrize(
+    ("speeds", "block_s", "fewest"), [((100.0, 104.0), 0.5, 2), ((78.0, 109.0), 0.5, 4), ((26.0, 58.0), 2.0, 3)]
+)
+def test_long_blocks_that_differ_are_timed_twice_as_long_and_are_three_at_least(speeds, block_s, fewest):
     blocks = Blocks(ProbeSettings(memory_limit_bytes=None, interval=0.001, max_timed_s=0.5))
     while not blocks.enough:
-        blocks.add(speeds[len(blocks.samples_per_s) % 2], 0.5)
+        blocks.add(speeds[len(blocks.samples_per_s) % 2], block_s)
     assert len(blocks.samples_per_s) == fewest
 
 
