@@ -9,15 +9,19 @@ search is given:
 - `like`: studies of the same task: on other processors, or, for `gpt`, of another vocabulary, context and global batch;
 - `all`: the studies of all other tables, each counting by its own likeness;
 - `other`: the study of another kind of model, which claims to be of this one on this machine;
-- `false`: this table's own study turned upside down (each speed inverted, the slowest config for its answer), with the same claim.
+- `false`: this table's own study turned upside down (each speed inverted, the slowest config for its answer), with the same claim;
+- `near`, with `--near`: what a live search of 45 s left of the same model, with 4 to 16 times the global batch (`bench-heavy`). Only of the
+  tables that were recorded on a processor like that of these searches.
 
 The first probe is the baseline's and the second is the first that can be better, so 2 is the least where the baseline is not near.
 With `--write` the table goes into `studies/README.md`; with `--keep FILE` what that file holds is not run again, and the rest is added.
+`--heavy FOLDER` takes what a `bench-heavy --keep FOLDER` has left in place of what `near` was given before.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import tempfile
@@ -39,12 +43,16 @@ from autotune.tuning.events import Listener
 from autotune.tuning.explore import explore, measure_baseline, undo_changes
 from autotune.tuning.opening import open_search
 from autotune.tuning.search import search as run_search
-from tests.benchmarks.first_contact import PROFILES, unseen_tables
+from tests.benchmarks.first_contact import GRIDS, PROFILES, unseen_tables
 from tests.benchmarks.kept import Kept
 from tests.benchmarks.memory import TABLES, WIDE_TABLES
 from tests.benchmarks.searches import HEADROOM, MAX_PROBES, Scenario, Truth, Watch, write
 
 GIVEN = ("nothing", "again", "like", "all", "other", "false")
+GIVEN_NEAR = ("nothing", "again", "near")
+LEAST = 2  # probes: the baseline's and one that is better
+NEAR = Path(__file__).parent / "priors_near.jsonl"  # a study a line
+NEAR_PROFILE = "avx512_core_bf16"  # of the tables that were recorded on a processor like theirs
 LEFT_BY_SEED = 1000  # of the searches that leave something: none of those that begin with it
 OTHERS = {"gpt": "digits", "digits": "tagger", "tagger": "digits"}  # another kind of model, for `other`
 
@@ -146,7 +154,25 @@ def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorSt
         "all": [*others.values()],
         "other": [replace(another, name="other", circumstances=own.circumstances)],
         "false": [replace(_upside_down(own), name="false")],
+        "near": [_of_machine(own, study) for study in near(task) if path.stem == NEAR_PROFILE],
     }
+
+
+def near(task: str) -> list[PriorStudy]:
+    """What a live search of the task at another size left."""
+    studies = map(PriorStudy.from_dict, map(json.loads, NEAR.read_text().splitlines()))
+    return [study for study in studies if _task_of(study) == task]
+
+
+def _task_of(study: PriorStudy) -> str:
+    return study.name.split()[0]
+
+
+def _of_machine(own: PriorStudy, study: PriorStudy) -> PriorStudy:
+    """The study as one of the machine and versions on which a table is replayed."""
+    here = own.circumstances
+    there = replace(study.circumstances, device=here.device, environment=here.environment, torch=here.torch)
+    return replace(study, circumstances=there)
 
 
 def _of_processor(path: Path, study: PriorStudy) -> PriorStudy:
@@ -183,7 +209,23 @@ def summary(found: dict[tuple[Scenario, str, int], float], names: Sequence[str])
             cells.append(_median_and_most(mine) if mine else "")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     lines += ["", *_worse(found, names)]
+    if "near" in names:
+        lines += ["", _halved(found)]
     return lines
+
+
+def _halved(found: dict[tuple[Scenario, str, int], float]) -> str:
+    """What like studies save where there is something to save."""
+    pairs = [
+        (min(probes, MAX_PROBES), min(found[scenario, "near", seed], MAX_PROBES))
+        for (scenario, name, seed), probes in found.items()
+        if name == "nothing" and probes > LEAST
+    ]
+    without, given = zip(*pairs, strict=True)
+    return (
+        f"Of the {len(pairs)} searches that take more than {LEAST} probes with nothing: {median(without):g} in the median with nothing, "
+        f"{median(given):g} with `near`."
+    )
 
 
 def _median_and_most(probes: Sequence[float]) -> str:
@@ -217,13 +259,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--given", nargs="+", default=list(GIVEN), choices=GIVEN)
+    parser.add_argument("--near", action="store_true", help="what like studies of another size are worth")
+    parser.add_argument("--heavy", type=Path, help="folder of `bench-heavy --keep`: its studies are `near` from now on")
     parser.add_argument("--tables", nargs="+", type=Path, help="default: all that are recorded")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="file of what need not be run again")
     parser.add_argument("--write", action="store_true", help="into the studies' README")
     options = parser.parse_args()
+    if options.heavy is not None:
+        studies = sorted(PriorStore(options.heavy).studies(), key=lambda study: study.name)
+        NEAR.write_text("".join(json.dumps(one.to_dict()) + "\n" for one in studies if _task_of(one) in GRIDS))
     every = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen_tables())]
     wanted = [path.absolute() for path in options.tables] if options.tables else every
+    if options.near:
+        options.given, wanted = list(GIVEN_NEAR), [path for path in wanted if path.stem == NEAR_PROFILE]
     kept = Kept(options.keep)
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         left = all_left(every, pool, kept)
@@ -240,7 +289,7 @@ def main() -> None:
     lines = [f"{options.seeds} seeds a row.", "", *summary(found, options.given)]
     print("\n".join(lines))
     if options.write:
-        write("priors", lines)
+        write("priors near" if options.near else "priors", lines)
 
 
 if __name__ == "__main__":
