@@ -154,7 +154,7 @@ def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorSt
         "all": [*others.values()],
         "other": [replace(another, name="other", circumstances=own.circumstances)],
         "false": [replace(_upside_down(own), name="false")],
-        "near": [_of_machine(own, study) for study in near(task) if path.stem == NEAR_PROFILE],
+        "near": [_of_machine(own, study) for study in near(task)] if path.stem == NEAR_PROFILE else [],
     }
 
 
@@ -216,12 +216,8 @@ def summary(found: dict[tuple[Scenario, str, int], float], names: Sequence[str])
 
 def _halved(found: dict[tuple[Scenario, str, int], float]) -> str:
     """What like studies save where there is something to save."""
-    pairs = [
-        (min(probes, MAX_PROBES), min(found[scenario, "near", seed], MAX_PROBES))
-        for (scenario, name, seed), probes in found.items()
-        if name == "nothing" and probes > LEAST
-    ]
-    without, given = zip(*pairs, strict=True)
+    pairs = [(probes, without) for probes, without in _beside_nothing(found, "near") if without > LEAST]
+    given, without = zip(*pairs, strict=True)
     return (
         f"Of the {len(pairs)} searches that take more than {LEAST} probes with nothing: {median(without):g} in the median with nothing, "
         f"{median(given):g} with `near`."
@@ -235,6 +231,15 @@ def _median_and_most(probes: Sequence[float]) -> str:
     return f"{median(capped):g} ({high:.3g})" + (f", never {never}" if never else "")
 
 
+def _beside_nothing(found: dict[tuple[Scenario, str, int], float], name: str) -> list[tuple[float, float]]:
+    """The probes of each search that was given something, and of the same one with nothing."""
+    return [
+        (min(probes, MAX_PROBES), min(found[scenario, "nothing", seed], MAX_PROBES))
+        for (scenario, given, seed), probes in found.items()
+        if given == name
+    ]
+
+
 def _worse(found: dict[tuple[Scenario, str, int], float], names: Sequence[str]) -> list[str]:
     """Of the searches that were given something: how many took fewer, as many, and more probes than with nothing."""
     lines = [
@@ -242,12 +247,7 @@ def _worse(found: dict[tuple[Scenario, str, int], float], names: Sequence[str]) 
         "|---|---|---|---|---|---|",
     ]
     for name in names:
-        pairs = [
-            (min(probes, MAX_PROBES), min(found[scenario, "nothing", seed], MAX_PROBES))
-            for (scenario, given, seed), probes in found.items()
-            if given == name != "nothing"
-        ]
-        if pairs:
+        if name != "nothing" and (pairs := _beside_nothing(found, name)):
             more = [probes - without for probes, without in pairs]
             counts = [sum(m < 0 for m in more), more.count(0), more.count(1), sum(m > 1 for m in more)]
             lines.append(f"| `{name}` | {' | '.join(f'{n / len(more):.0%}' for n in counts)} | {max(more):g} |")
