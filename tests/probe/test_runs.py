@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.worlds import Ranks
 
 WIDTH, NUM_LAYERS = 1280, 4
 MODEL_BYTES = 4 * NUM_LAYERS * WIDTH**2
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,8 @@ def compare(world: World, parallel: str) -> tuple[Check, int]:
         training_step=lambda model, batch: model(batch).square().mean(),
         configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
     )
+    # Each weight is mapped alone and given back when it is freed: pieces of a heap that are free by chance would be counted or not.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     before_bytes = linux.process_memory().touched_bytes
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     check = run_checks(task, {"parallel": parallel}, "cpu", batch_size=4, world=world)
@@ -49,5 +53,5 @@ def test_the_first_process_alone_holds_whole_copies(ranks: Ranks, parallel: str)
     (first, first_bytes), (second, second_bytes) = ranks.run(compare, parallel)
     assert first.passed, first.reason
     assert second == first
-    # of what plain training began with, of its gradients, and of how its parameters moved; what the others had freed may be reused
-    assert first_bytes - second_bytes > MODEL_BYTES
+    # of what plain training began with, of its gradients, and of how its parameters moved
+    assert first_bytes - second_bytes > 2.5 * MODEL_BYTES
