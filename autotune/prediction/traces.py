@@ -396,13 +396,13 @@ class Plan(Record):
             lengths=self.lengths and traces.lengths is None,
         )
 
-    def needed_by(self, config: Config, techniques: Techniques) -> Plan:
-        """What one config needs, and plain training, with which its trace is compared."""
-        model, update = techniques.micro_batch_group(config), techniques.update_group(config)
+    def needed_by(self, configs: Iterable[Config], techniques: Techniques) -> Plan:
+        """What some configs need, and plain training, with which their traces are compared."""
+        needed = plan_traces(configs, techniques)
         return replace(
             self,
-            models=tuple(group for group in self.models if group in ((), model)),
-            updates=tuple(group for group in self.updates if group in ((), update)),
+            models=tuple(group for group in self.models if group in needed.models),
+            updates=tuple(group for group in self.updates if group in needed.updates),
         )
 
     def labels(self) -> list[str]:

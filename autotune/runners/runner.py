@@ -260,7 +260,7 @@ class Runner(ABC):
         world: World = ALONE,
         slice_s: float = math.inf,
         watch: Callable[[Traces], bool] | None = None,
-        only: Config | None = None,
+        only: Iterable[Config] | None = None,
     ) -> Traces:
         """Find the memory that configs need without running them; each group of techniques is traced once. Never raises.
 
@@ -271,7 +271,7 @@ class Runner(ABC):
             world: the processes that train a config together. They need not be there.
             slice_s: no group is begun after that, but for the first one.
             watch: is told now and then what is known so far, as long as it returns true.
-            only: trace what this config needs, and nothing else of what the others do.
+            only: trace what these need, and nothing else of what the others do.
 
         Returns:
             `known` and what was found, in `failures` what cannot be traced. What is left when the time is up is in

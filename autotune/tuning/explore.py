@@ -166,25 +166,33 @@ def _trace_between(search: Search) -> None:
             if search.at_once.width > 1:  # several probes at once would wait for each slice
                 while not tracing.is_done and not search.interrupted():
                     tracing.advance()
-            elif {*search.history.known} == {search.history.space.baseline}:
+            elif _comes_after_the_baseline(search.history):
                 _trace_the_next(search)
             else:
                 tracing.advance()
         _note_traces(search)
 
 
+def _comes_after_the_baseline(history: History) -> bool:
+    """Whether the next probe is the first after the baseline's, which fits."""
+    baseline = history.space.baseline
+    return {*history.known} == {baseline} and history.objective.feasible(history.known[baseline])
+
+
 def _trace_the_next(search: Search) -> None:
     """Trace what the first config after the baseline needs: the first answer is not to wait until all others are traced.
 
-    Which config comes next depends on what is known of its memory, so it is asked for again after each trace.
+    Where the baseline does not fit, all are traced: what was not is not trusted to fit, and a slow config would come first. Which
+    config comes next depends on what is known of its memory, so it is asked for again after each trace.
     """
     tracing, ends_s = search.tracing, search.tracing.wall_s + SLICE_S
-    config = search.history.space.baseline
-    while not tracing.is_traced(config) and not tracing.is_done and tracing.wall_s < ends_s:
-        tracing.advance(only=config)
-        if search.interrupted() or (proposal := search.proposer().propose(search.history)) is None:
+    baseline, proposer = search.history.space.baseline, search.proposer()
+    while not tracing.is_done and tracing.wall_s < ends_s and not search.interrupted():
+        proposal = proposer.propose(search.history)
+        wanted = (baseline, *([proposal.config] if proposal else []))
+        if tracing.are_traced(wanted):
             return
-        config = proposal.config
+        tracing.advance(only=wanted)
 
 
 def _trace_beside(search: Search) -> None:

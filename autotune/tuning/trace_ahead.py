@@ -79,22 +79,22 @@ class Tracing:
         """What of some configs is not traced yet."""
         return plan_traces(configs, self._runner.techniques, self._world).without(self.traces)
 
-    def is_traced(self, config: Config) -> bool:
-        """Whether what a config needs was traced, or cannot be."""
-        return not self._left([config]).labels()
+    def are_traced(self, configs: Iterable[Config]) -> bool:
+        """Whether what some configs need was traced, or cannot be."""
+        return not self._left(configs).labels()
 
     def advance(
         self,
         slice_s: float = SLICE_S,
         watch: Callable[[Traces], bool] | None = None,
         *,
-        only: Config | None = None,
+        only: Iterable[Config] | None = None,
     ) -> None:
         """Trace for about `slice_s`, up to the end of the current group. The group that runs when time is up stays missing.
 
         Args:
             watch: called now and then with what is known so far, as long as it returns true.
-            only: trace what this config needs, and nothing else.
+            only: trace what these need, and nothing else.
         """
         ends_s = self.wall_s + slice_s
         while True:
@@ -103,7 +103,7 @@ class Tracing:
             if not confirms or self._to_confirm or self._is_complete or self.wall_s >= min(ends_s, self.max_s):
                 return
 
-    def _trace(self, slice_s: float, watch: Callable[[Traces], bool] | None, only: Config | None) -> None:
+    def _trace(self, slice_s: float, watch: Callable[[Traces], bool] | None, only: Iterable[Config] | None) -> None:
         """Trace what is wanted next: what confirms the kept traces, or what is missing."""
         started_s = self._runner.now_s()
         left_s = max(0.0, self.max_s - self.wall_s)

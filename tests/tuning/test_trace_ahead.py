@@ -13,11 +13,13 @@ from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
 from autotune.prediction.traces import Traces, plan_traces
 from autotune.records.config import Config, ProbeSettings
+from autotune.records.inspection import Inspection
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import InspectJob, Job, ProbeJob, TraceJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Finished, ProbeFault
+from autotune.space import build_space
 from autotune.study.caches import TraceCache
 from autotune.task import Task
 from autotune.task.source import TaskSource
@@ -90,7 +92,7 @@ class Telling(Slow):
         return Traces(target="cpu", models={(): PLAIN}, updates={(): DEFAULT})
 
 
-def test_who_waits_is_told_of_plain_training_before_the_rest_is_traced() -> None:
+def test_who_waits_is_told_of_plain_training_before_the_rest_are_traced() -> None:
     told: list[Traces] = []
     tracing = Tracing(Telling(), lambda: CONFIGS, "cpu", None, max_s=60.0)
     tracing.advance(60.0, told.append)
@@ -123,19 +125,30 @@ class Noting(ClosedFormRunner):
         return super().result_of(job)
 
 
-def test_the_first_config_after_the_baseline_waits_for_no_traces_but_its_own(tmp_path: Path) -> None:
+ALL = plan_traces(build_space(inspection(), techniques)[0].tracing(), techniques)
+
+
+def probed_in_turn(folder: Path, found: Inspection) -> list[Config | list[str]]:
+    """The configs that a search probes, and what it traces between them."""
     runner = Noting()
-    made = make_search(tmp_path, runner, sampler="cost-model", num_trials=3)
+    made = make_search(folder, runner, sampler="cost-model", num_trials=3, inspection=found)
     made.tracing = Tracing(runner, made.history.space.tracing, "cpu", None, max_s=60.0)
     measure_baseline(made)
     explore(made, made.proposer())
-    _, plain, own, second, others, _ = runner.noted
-    known = plan_traces(made.history.space.tracing(), find_techniques())
-    assert isinstance(second, Config)
-    assert [*plain, *own] == known.needed_by(made.history.space.baseline, find_techniques()).labels() + [
-        label for label in known.needed_by(second, find_techniques()).labels() if label not in plain
-    ]
-    assert {*others} == {*known.labels()} - {*plain, *own} != set()
+    return runner.noted
+
+
+def test_the_first_config_after_the_baseline_waits_for_no_traces_but_its_own(tmp_path: Path) -> None:
+    baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection())
+    assert isinstance(baseline, Config) and isinstance(second, Config)
+    assert own == ALL.needed_by([baseline, second], techniques).labels()
+    assert isinstance(others, list) and {*others} == {*ALL.labels()} - {*own} != set()
+
+
+def test_where_the_baseline_does_not_fit_all_is_traced_before_the_first_config_that_may(tmp_path: Path) -> None:
+    too_large = techniques.complete({"batch_size": 24}, global_batch=96)
+    baseline, traced, *_ = probed_in_turn(tmp_path, inspection(baseline=too_large.as_dict()))
+    assert (baseline, traced) == (too_large, ALL.labels())
 
 
 class Endless(ClosedFormRunner):
