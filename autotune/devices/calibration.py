@@ -26,7 +26,8 @@ from autotune.units import MIB, format_seconds
 
 START_S = 20.0  # a child that is not ready after so long is killed
 RUN_S = 0.02  # a size is measured if one run is expected to take no longer
-TIMED_S = 0.02  # runs are repeated for so long, and the best one counts
+TIMED_S = 0.01  # runs are repeated for so long, at least `LEAST_RUNS` times, and the best one counts
+LEAST_RUNS = 3
 ALLOCATED_BYTES = 32 * MIB
 NUM_LAUNCHES = 1000
 FP8_CAPABILITY = (8, 9)
@@ -266,7 +267,7 @@ def _best_s(device: Device, run: Callable[[], object]) -> float:
     """Seconds of the fastest of several runs: whatever else the machine does only makes them slower."""
     best_s, started_s, num_runs = math.inf, time.perf_counter(), 0
     device.synchronize()
-    while num_runs < 2 or time.perf_counter() < started_s + TIMED_S:
+    while num_runs < LEAST_RUNS or time.perf_counter() < started_s + TIMED_S:
         before_s = time.perf_counter()
         run()
         device.synchronize()
