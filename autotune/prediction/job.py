@@ -136,8 +136,7 @@ class _Job:
         micro = self.micro_steps(group)
         device = capabilities_of(self.target)
         low_bytes, high_bytes = (0 if device.own_memory else self.tracer.input_bytes(size) for size in self.sizes)
-        # how far a batch size between the two traced ones was off, with nothing switched on
-        deviation = self.model_trace((), ()).alone.deviation if group else 0.0
+        deviation = self._plain_deviation if group else 0.0
         alone = fit_peak(micro.alone, deviation=deviation)
         trace = ModelTrace(
             alone=alone,
@@ -148,6 +147,12 @@ class _Job:
             work=fit_work(micro.alone),
         )
         return replace(trace, reserved=self._reserved(micro, trace, shared)) if device.own_allocator else trace
+
+    @cached_property
+    def _plain_deviation(self) -> float:
+        """How far a batch size between the two traced ones was off, with nothing switched on."""
+        known = self.plan.deviation
+        return self.model_trace((), ()).alone.deviation if known is None else known
 
     def _reserved(self, micro: MicroSteps, trace: ModelTrace, shared: Group) -> tuple[Reserved, ...]:
         def living_bytes(update: Group, batch_size: int, accumulates: bool) -> float:

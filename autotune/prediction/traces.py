@@ -376,6 +376,7 @@ class Plan(Record):
         lengths: whether to look at the lengths of samples, too.
         trained: what is trained, where it is not the task as it stands: the same for all groups.
         world: the processes that train together; rank 0 is traced.
+        deviation: of `PeakFit`, of plain training, where that was traced before: the other groups take it over.
     """
 
     models: tuple[Group, ...]
@@ -385,15 +386,17 @@ class Plan(Record):
     trained: Group = ()
     simulated: tuple[Group, ...] = ()
     world: World = ALONE
+    deviation: float | None = None
 
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed."""
-        failed = traces.failures
+        failed, plain = traces.failures, traces.models.get(())
         return replace(
             self,
             models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in failed),
             updates=tuple(g for g in self.updates if g not in traces.updates and update_label(g) not in failed),
             lengths=self.lengths and traces.lengths is None,
+            deviation=plain.alone.deviation if plain else self.deviation,
         )
 
     def needed_by(self, configs: Iterable[Config], techniques: Techniques) -> Plan:

@@ -46,9 +46,9 @@ def config(choices, *, global_batch=8) -> Config:
     return techniques.complete({"batch_size": global_batch, **choices}, global_batch=global_batch)
 
 
-def traced(task: Task, configs: list[Config], target: str = "cpu") -> Traces:
-    found = Traces(target=target)
-    for message in trace_plan(task, plan_traces(configs, find_techniques()), target):
+def traced(task: Task, configs: list[Config], target: str = "cpu", known: Traces | None = None) -> Traces:
+    found = known or Traces(target=target)
+    for message in trace_plan(task, plan_traces(configs, find_techniques()).without(found), target):
         if "traces" in message:
             found = found.merged(Traces.from_dict(message["traces"]))
     return found
@@ -81,6 +81,20 @@ def test_the_traced_peak_is_the_real_allocators(kind, choices):
     real_bytes = real_peak_bytes(task, wanted)
     close = CLOSE_SHORT if choices.get("amp") else CLOSE
     assert peak.peak_bytes == pytest.approx(real_bytes, rel=close)
+
+
+def test_a_group_that_is_traced_later_is_as_if_traced_with_plain_training_which_runs_no_more(monkeypatch):
+    task, plain, short = load_task(MODELS / "residual.py"), config({}), config({"amp": "bf16"})
+    at_once, before = traced(task, [plain, short]), traced(task, [plain])
+    run: list[Config] = []
+    micro_steps = Tracer.micro_steps
+    monkeypatch.setattr(
+        Tracer, "micro_steps", lambda self, config, *a, **k: run.append(config) or micro_steps(self, config, *a, **k)
+    )
+    later = traced(task, [plain, short], known=before)
+    assert [config["amp"] for config in run] == ["bf16"]
+    assert (later.models, later.updates) == (at_once.models, at_once.updates)
+    assert later.models[()].alone.deviation > 0
 
 
 class Transposed(nn.Module):
