@@ -174,7 +174,10 @@ def _trace_between(search: Search) -> None:
 
 
 def _comes_after_the_baseline(history: History) -> bool:
-    """Whether the next probe is the first after the baseline's, which fits."""
+    """Whether the next probe is the first after that of a baseline that fits.
+
+    After one that does not, all are traced first: only what was traced is trusted to fit, and with plain training alone that is slow.
+    """
     baseline = history.space.baseline
     return {*history.known} == {baseline} and history.objective.feasible(history.known[baseline])
 
@@ -182,8 +185,7 @@ def _comes_after_the_baseline(history: History) -> bool:
 def _trace_the_next(search: Search) -> None:
     """Trace what the first config after the baseline needs: the first answer is not to wait until all others are traced.
 
-    Where the baseline does not fit, all are traced: what was not is not trusted to fit, and a slow config would come first. Which
-    config comes next depends on what is known of its memory, so it is asked for again after each trace.
+    Which config comes next depends on what is known of its memory, so it is asked for again after each trace.
     """
     tracing, ends_s = search.tracing, search.tracing.wall_s + SLICE_S
     baseline, proposer = search.history.space.baseline, search.proposer()
