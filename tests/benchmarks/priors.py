@@ -10,8 +10,8 @@ search is given:
 - `all`: the studies of all other tables, each counting by its own likeness;
 - `other`: the study of another kind of model, which claims to be of this one on this machine;
 - `false`: this table's own study turned upside down (each speed inverted, the slowest config for its answer), with the same claim;
-- `near`, with `--near`: what a live search of 45 s left of the same model, with 4 to 16 times the global batch (`bench-heavy`). Only of the
-  tables that were recorded on a processor like that of these searches.
+- `near`, with `--near`: what a live search of 45 s left of the same model, with 4 to 16 times the global batch (`bench-heavy`). Tables of
+  their own were recorded for it (`*.keep_heap.csv`), on a processor like that of these searches, with all techniques that they tried.
 
 The first probe is the baseline's and the second is the first that can be better, so 2 is the least where the baseline is not near.
 With `--write` the table goes into `studies/README.md`; with `--keep FILE` what that file holds is not run again, and the rest is added.
@@ -43,7 +43,7 @@ from autotune.tuning.events import Listener
 from autotune.tuning.explore import explore, measure_baseline, undo_changes
 from autotune.tuning.opening import open_search
 from autotune.tuning.search import search as run_search
-from tests.benchmarks.first_contact import GRIDS, PROFILES, unseen_tables
+from tests.benchmarks.first_contact import GRIDS, PROFILES, UNSEEN, unseen_tables
 from tests.benchmarks.kept import Kept
 from tests.benchmarks.memory import TABLES, WIDE_TABLES
 from tests.benchmarks.searches import HEADROOM, MAX_PROBES, Scenario, Truth, Watch, write
@@ -52,7 +52,7 @@ GIVEN = ("nothing", "again", "like", "all", "other", "false")
 GIVEN_NEAR = ("nothing", "again", "near")
 LEAST = 2  # probes: the baseline's and one that is better
 NEAR = Path(__file__).parent / "priors_near.jsonl"  # a study a line
-NEAR_PROFILE = "avx512_core_bf16"  # of the tables that were recorded on a processor like theirs
+NEAR_TABLES = sorted(UNSEEN.glob("*/*.keep_heap.csv"))
 LEFT_BY_SEED = 1000  # of the searches that leave something: none of those that begin with it
 OTHERS = {"gpt": "digits", "digits": "tagger", "tagger": "digits"}  # another kind of model, for `other`
 
@@ -154,14 +154,18 @@ def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorSt
         "all": [*others.values()],
         "other": [replace(another, name="other", circumstances=own.circumstances)],
         "false": [replace(_upside_down(own), name="false")],
-        "near": [_of_machine(own, study) for study in near(task)] if path.stem == NEAR_PROFILE else [],
     }
 
 
-def near(task: str) -> list[PriorStudy]:
-    """What a live search of the task at another size left."""
+def given_with_near(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorStudy]]:
+    """The same, with what a live search of the task at another size left."""
+    own, task = left[path], path.parent.name
     studies = map(PriorStudy.from_dict, map(json.loads, NEAR.read_text().splitlines()))
-    return [study for study in studies if _task_of(study) == task]
+    return {
+        "nothing": [],
+        "again": [replace(own, name="again")],
+        "near": [_of_machine(own, study) for study in studies if _task_of(study) == task],
+    }
 
 
 def _task_of(study: PriorStudy) -> str:
@@ -216,11 +220,11 @@ def summary(found: dict[tuple[Scenario, str, int], float], names: Sequence[str])
 
 def _halved(found: dict[tuple[Scenario, str, int], float]) -> str:
     """What like studies save where there is something to save."""
-    pairs = [(probes, without) for probes, without in _beside_nothing(found, "near") if without > LEAST]
-    given, without = zip(*pairs, strict=True)
+    every = _beside_nothing(found, "near")
+    given, without = zip(*[pair for pair in every if pair[1] > LEAST], strict=True)
     return (
-        f"Of the {len(pairs)} searches that take more than {LEAST} probes with nothing: {median(without):g} in the median with nothing, "
-        f"{median(given):g} with `near`."
+        f"Of {len(every)} searches {len(given)} take more than {LEAST} probes with nothing: {median(without):g} in the median, and "
+        f"{median(given):g} with `near`; the baseline's left out, {median(without) - 1:g} and {median(given) - 1:g}."
     )
 
 
@@ -269,14 +273,15 @@ def main() -> None:
     if options.heavy is not None:
         studies = sorted(PriorStore(options.heavy).studies(), key=lambda study: study.name)
         NEAR.write_text("".join(json.dumps(one.to_dict()) + "\n" for one in studies if _task_of(one) in GRIDS))
-    every = [path.absolute() for path in (*TABLES, *WIDE_TABLES, *unseen_tables())]
-    wanted = [path.absolute() for path in options.tables] if options.tables else every
+    tables, choose = (*TABLES, *WIDE_TABLES, *unseen_tables()), given_to
     if options.near:
-        options.given, wanted = list(GIVEN_NEAR), [path for path in wanted if path.stem == NEAR_PROFILE]
+        options.given, tables, choose = list(GIVEN_NEAR), (*NEAR_TABLES,), given_with_near
+    every = [path.absolute() for path in tables]
+    wanted = [path.absolute() for path in options.tables] if options.tables else every
     kept = Kept(options.keep)
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         left = all_left(every, pool, kept)
-        given = {path: given_to(path, left) for path in wanted}
+        given = {path: choose(path, left) for path in wanted}
         jobs = {
             (Scenario(path, tight), name, seed): given[path][name]
             for seed in range(options.seeds)
