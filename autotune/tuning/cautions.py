@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from autotune.devices import capabilities_of
 from autotune.records.config import Config
 from autotune.records.measured import Measured
 from autotune.records.outcome import THROTTLED, Outcome
@@ -104,18 +105,31 @@ def _notes_of_techniques(answer: Answer) -> Iterator[str]:
 
 
 def _growing_memory(answer: Answer) -> Iterator[str]:
-    growths = [o.measurement.growth_bytes_per_step for o in answer.outcomes if o.measurement]
-    growth = median(growths) if growths else 0.0  # in one process the allocator's ups and downs may look like a leak
+    measured = [outcome.measurement for outcome in answer.outcomes if outcome.measurement]
+    # in one process the allocator's ups and downs may look like a leak
+    growth = median(one.growth_bytes_per_step for one in measured) if measured else 0.0
     if growth <= 0:
         return
-    kept = next(filter(None, (o.measurement.kept for o in answer.outcomes if o.measurement)), "")
-    yield f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step: " + (
+    limit_bytes = answer.search.history.objective.memory_limit_bytes
+    num_left = max(0, int((limit_bytes - max(one.peak_bytes for one in measured)) / growth))
+    kept = next((one.kept for one in measured if one.kept), "")
+    yield (
+        f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step, and at this rate exceeds the limit of "
+        f"{format_bytes(limit_bytes)} {plural(num_left, 'step')} after a probe's end: "
+    ) + (
         f"from every micro batch the training code keeps {kept}. A long run will run out of memory"
         if kept
-        else "no tensors were found that the training code keeps. Libraries may cache something for each new batch shape; "
+        else f"no tensors were found that the training code keeps. Libraries may cache something for each new batch shape{_bound(answer)}; "
         "that growth ends once every shape has occurred. If `autotune verify` with many --steps reports growth too, a long "
         "run will run out of memory"
     )
+
+
+def _bound(answer: Answer) -> str:
+    """What bounds what oneDNN caches, in brackets; empty where training is not on a CPU."""
+    if capabilities_of(answer.search.inspection.device.name).own_memory:
+        return ""
+    return " (oneDNN's kernels: ONEDNN_PRIMITIVE_CACHE_CAPACITY=64 for the search and the training keeps 64 of 1024)"
 
 
 def _compile_trouble(answer: Answer) -> Iterator[str]:
