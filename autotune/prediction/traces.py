@@ -389,12 +389,15 @@ class Plan(Record):
     deviation: float | None = None
 
     def without(self, traces: Traces) -> Plan:
-        """What `traces` does not know, be it that it failed."""
+        """What `traces` does not know, be it that it failed: nothing where plain training failed, which all others need."""
         failed, plain = traces.failures, traces.models.get(())
+        hopeless = model_label(()) in failed
+        models = (g for g in self.models if g not in traces.models and model_label(g) not in failed)
+        updates = (g for g in self.updates if g not in traces.updates and update_label(g) not in failed)
         return replace(
             self,
-            models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in failed),
-            updates=tuple(g for g in self.updates if g not in traces.updates and update_label(g) not in failed),
+            models=() if hopeless else tuple(models),
+            updates=() if hopeless else tuple(updates),
             lengths=self.lengths and traces.lengths is None,
             deviation=plain.alone.deviation if plain else self.deviation,
         )

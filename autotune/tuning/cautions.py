@@ -113,9 +113,10 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
     limit_bytes = answer.search.history.objective.memory_limit_bytes
     num_left = max(0, int((limit_bytes - max(one.peak_bytes for one in measured)) / growth))
     kept = next((one.kept for one in measured if one.kept), "")
+    soon = f"about {plural(num_left, 'step')}" if num_left else "soon"
     yield (
-        f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step, and at this rate exceeds the limit of "
-        f"{format_bytes(limit_bytes)} {plural(num_left, 'step')} after a probe's end: "
+        f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step. At this rate a training run exceeds the limit "
+        f"of {format_bytes(limit_bytes)} {soon} after the point where a probe ends: "
     ) + (
         f"from every micro batch the training code keeps {kept}. A long run will run out of memory"
         if kept
@@ -126,10 +127,10 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
 
 
 def _bound(answer: Answer) -> str:
-    """What bounds what oneDNN caches, in brackets; empty where training is not on a CPU."""
+    """How to limit what oneDNN caches, in brackets; empty where training is not on a CPU."""
     if capabilities_of(answer.search.inspection.device.name).own_memory:
         return ""
-    return " (oneDNN's kernels: ONEDNN_PRIMITIVE_CACHE_CAPACITY=64 for the search and the training keeps 64 of 1024)"
+    return " (oneDNN keeps up to 1024 kernels; ONEDNN_PRIMITIVE_CACHE_CAPACITY=64, set for the search and the training, lowers that to 64)"
 
 
 def _compile_trouble(answer: Answer) -> Iterator[str]:

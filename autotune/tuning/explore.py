@@ -174,9 +174,10 @@ def _trace_between(search: Search) -> None:
 
 
 def _comes_after_the_baseline(history: History) -> bool:
-    """Whether the next probe is the first after that of a baseline that fits.
+    """Whether only the baseline was probed, and fits.
 
-    After one that does not, all are traced first: only what was traced is trusted to fit, and with plain training alone that is slow.
+    Where it does not fit, a whole slice is traced before the next probe: only what was traced is trusted to fit, and if that is plain
+    training alone, a slow config comes next.
     """
     baseline = history.space.baseline
     return {*history.known} == {baseline} and history.objective.feasible(history.known[baseline])
@@ -188,9 +189,9 @@ def _trace_the_next(search: Search) -> None:
     Which config comes next depends on what is known of its memory, so it is asked for again after each trace.
     """
     tracing, ends_s = search.tracing, search.tracing.wall_s + SLICE_S
-    baseline, proposer = search.history.space.baseline, search.proposer()
+    baseline = search.history.space.baseline
     while not tracing.is_done and tracing.wall_s < ends_s and not search.interrupted():
-        proposal = proposer.propose(search.history)
+        proposal = search.proposer().propose(search.history)  # by a new one: some remember what they have proposed
         wanted = (baseline, *([proposal.config] if proposal else []))
         if tracing.are_traced(wanted):
             return

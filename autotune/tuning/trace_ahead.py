@@ -81,7 +81,7 @@ class Tracing:
 
     def are_traced(self, configs: Iterable[Config]) -> bool:
         """Whether what some configs need was traced, or cannot be."""
-        return not self._left(configs).labels()
+        return not self._left(self._configs()).needed_by(configs, self._runner.techniques).labels()
 
     def advance(
         self,

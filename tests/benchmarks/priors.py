@@ -221,7 +221,10 @@ def summary(found: dict[tuple[Scenario, str, int], float], names: Sequence[str])
 def _halved(found: dict[tuple[Scenario, str, int], float]) -> str:
     """What like studies save where there is something to save."""
     every = _beside_nothing(found, "near")
-    given, without = zip(*[pair for pair in every if pair[1] > LEAST], strict=True)
+    pairs = [pair for pair in every if pair[1] > LEAST]
+    if not pairs:
+        return f"None of {len(every)} searches takes more than {LEAST} probes with nothing."
+    given, without = zip(*pairs, strict=True)
     return (
         f"Of {len(every)} searches {len(given)} take more than {LEAST} probes with nothing: {median(without):g} in the median, and "
         f"{median(given):g} with `near`; the baseline's left out, {median(without) - 1:g} and {median(given) - 1:g}."

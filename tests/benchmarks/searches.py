@@ -309,9 +309,13 @@ def _padded(shares: Sequence[float]) -> list[float]:
 
 
 def write(name: str, lines: Sequence[str], readme: Path = README) -> None:
-    """Put lines between the markers of that name in a README; the studies' by default."""
+    """Put lines between the markers of that name in a README; the studies' by default. Raises SystemExit where it has none."""
     text = readme.read_text()
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    if pattern.search(text) is None:
+        raise SystemExit(
+            f"{readme} has no markers for {name!r}: add <!-- {name} --> and <!-- end of {name} --> where it belongs"
+        )
     readme.write_text(pattern.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], text))
 
 

@@ -175,6 +175,11 @@ def test_what_failed_is_not_tried_again():
     ]
 
 
+def test_where_plain_training_failed_nothing_is_tried_as_all_others_need_it():
+    failed = Traces(target="cpu", failures={"model: nothing switched on": "why"})
+    assert not plan_traces(configs(), find_techniques()).without(failed).labels()
+
+
 def test_a_plan_survives_json():
     plan = plan_traces(configs(), find_techniques())
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan

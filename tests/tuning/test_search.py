@@ -765,7 +765,7 @@ def test_growth_in_which_no_tensors_were_found_is_not_called_the_training_codes(
     result = answer(recommender(tmp_path, Growing()))
     (warning,) = [text for text in result.warnings if "memory grows by 1.91 MiB" in text]
     assert "no tensors were found that the training code keeps" in warning and "`autotune verify`" in warning
-    assert "exceeds the limit of 1000 MiB 251 steps after a probe's end" in warning
+    assert "exceeds the limit of 1000 MiB about 251 steps after the point where a probe ends" in warning
     assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64" in warning
 
 

@@ -13,7 +13,7 @@ from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
 from autotune.prediction.traces import Traces, plan_traces
 from autotune.records.config import Config, ProbeSettings
-from autotune.records.inspection import Inspection
+from autotune.records.inspection import Inspection, Support
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import InspectJob, Job, ProbeJob, TraceJob
@@ -128,21 +128,31 @@ class Noting(ClosedFormRunner):
 ALL = plan_traces(build_space(inspection(), techniques)[0].tracing(), techniques)
 
 
-def probed_in_turn(folder: Path, found: Inspection) -> list[Config | list[str]]:
+def probed_in_turn(folder: Path, found: Inspection, sampler: str = "cost-model") -> list[Config | list[str]]:
     """The configs that a search probes, and what it traces between them."""
     runner = Noting()
-    made = make_search(folder, runner, sampler="cost-model", num_trials=3, inspection=found)
+    made = make_search(folder, runner, sampler=sampler, num_trials=3, inspection=found)
     made.tracing = Tracing(runner, made.history.space.tracing, "cpu", None, max_s=60.0)
     measure_baseline(made)
     explore(made, made.proposer())
     return runner.noted
 
 
-def test_the_first_config_after_the_baseline_waits_for_no_traces_but_its_own(tmp_path: Path) -> None:
-    baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection())
+@pytest.mark.parametrize("sampler", ["cost-model", "random", "gp"])
+def test_the_first_config_after_the_baseline_waits_for_no_traces_but_its_own(tmp_path: Path, sampler: str) -> None:
+    baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection(), sampler)
     assert isinstance(baseline, Config) and isinstance(second, Config)
     assert own == ALL.needed_by([baseline, second], techniques).labels()
     assert isinstance(others, list) and {*others} == {*ALL.labels()} - {*own} != set()
+
+
+def test_a_config_whose_memory_cannot_be_traced_waits_for_nothing_but_plain_training(tmp_path: Path) -> None:
+    untraceable = Support(choices=("off", "bf16"), untraceable=(("bf16", "it is emulated"),))
+    baseline, traced, second, *_ = probed_in_turn(
+        tmp_path, inspection(support={**inspection().support, "amp": untraceable})
+    )
+    assert isinstance(baseline, Config) and isinstance(second, Config) and second["amp"] == "bf16"
+    assert traced == ALL.needed_by([baseline, second.replace(amp="off")], techniques).labels()
 
 
 def test_where_the_baseline_does_not_fit_all_is_traced_before_the_first_config_that_may(tmp_path: Path) -> None:
