@@ -84,15 +84,15 @@ def test_the_traced_peak_is_the_real_allocators(kind, choices):
 
 
 def test_a_group_that_is_traced_later_is_as_if_traced_with_plain_training_which_runs_no_more(monkeypatch):
-    task, plain, short = load_task(MODELS / "residual.py"), config({}), config({"amp": "bf16"})
-    at_once, before = traced(task, [plain, short]), traced(task, [plain])
+    task, plain, other = load_task(MODELS / "residual.py"), config({}), config({"channels_last": True})
+    at_once, before = traced(task, [plain, other]), traced(task, [plain])
     run: list[Config] = []
     micro_steps = Tracer.micro_steps
     monkeypatch.setattr(
         Tracer, "micro_steps", lambda self, config, *a, **k: run.append(config) or micro_steps(self, config, *a, **k)
     )
-    later = traced(task, [plain, short], known=before)
-    assert [config["amp"] for config in run] == ["bf16"]
+    later = traced(task, [plain, other], known=before)
+    assert [config["channels_last"] for config in run] == [True]
     assert (later.models, later.updates) == (at_once.models, at_once.updates)
     assert later.models[()].alone.deviation > 0
 
