@@ -391,15 +391,17 @@ class Plan(Record):
     def without(self, traces: Traces) -> Plan:
         """What `traces` does not know, be it that it failed: nothing where plain training failed, which all others need."""
         failed, plain = traces.failures, traces.models.get(())
-        hopeless = model_label(()) in failed
-        models = (g for g in self.models if g not in traces.models and model_label(g) not in failed)
-        updates = (g for g in self.updates if g not in traces.updates and update_label(g) not in failed)
-        return replace(
+        left = replace(
             self,
-            models=() if hopeless else tuple(models),
-            updates=() if hopeless else tuple(updates),
             lengths=self.lengths and traces.lengths is None,
             deviation=plain.alone.deviation if plain else self.deviation,
+        )
+        if model_label(()) in failed:
+            return replace(left, models=(), updates=())
+        return replace(
+            left,
+            models=tuple(g for g in self.models if g not in traces.models and model_label(g) not in failed),
+            updates=tuple(g for g in self.updates if g not in traces.updates and update_label(g) not in failed),
         )
 
     def needed_by(self, configs: Iterable[Config], techniques: Techniques) -> Plan:

@@ -147,9 +147,7 @@ def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorSt
     own, task = left[path], path.parent.name
     others = {other: _of_processor(other, study) for other, study in left.items() if other != path}
     another = next(s for p, s in others.items() if p.parent.name == OTHERS.get(task, "gpt"))
-    return {
-        "nothing": [],
-        "again": [replace(own, name="again")],
+    return _nothing_or_again(own) | {
         "like": [study for other, study in others.items() if other.parent.name == task],
         "all": [*others.values()],
         "other": [replace(another, name="other", circumstances=own.circumstances)],
@@ -158,14 +156,14 @@ def given_to(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorSt
 
 
 def given_with_near(path: Path, left: dict[Path, PriorStudy]) -> dict[str, list[PriorStudy]]:
-    """The same, with what a live search of the task at another size left."""
+    """What searches over a table of `NEAR_TABLES` are given, by name."""
     own, task = left[path], path.parent.name
     studies = map(PriorStudy.from_dict, map(json.loads, NEAR.read_text().splitlines()))
-    return {
-        "nothing": [],
-        "again": [replace(own, name="again")],
-        "near": [_of_machine(own, study) for study in studies if _task_of(study) == task],
-    }
+    return _nothing_or_again(own) | {"near": [_of_machine(own, study) for study in studies if _task_of(study) == task]}
+
+
+def _nothing_or_again(own: PriorStudy) -> dict[str, list[PriorStudy]]:
+    return {"nothing": [], "again": [replace(own, name="again")]}
 
 
 def _task_of(study: PriorStudy) -> str:

@@ -92,7 +92,7 @@ class Telling(Slow):
         return Traces(target="cpu", models={(): PLAIN}, updates={(): DEFAULT})
 
 
-def test_who_waits_is_told_of_plain_training_before_the_rest_are_traced() -> None:
+def test_who_waits_is_told_of_plain_training_before_the_rest_is_traced() -> None:
     told: list[Traces] = []
     tracing = Tracing(Telling(), lambda: CONFIGS, "cpu", None, max_s=60.0)
     tracing.advance(60.0, told.append)
