@@ -28,6 +28,7 @@ from autotune.runners.runner import NoSlotLeft, SlotLost
 from autotune.study.reading import load_study
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
+from tests.processes import find_children, is_alive
 from tests.room import limit_bytes
 from tests.short_play_off import AUTOTUNE
 
@@ -88,7 +89,9 @@ class Played:
     def supervisor(self, *, on_second: bool = True) -> psutil.Process:
         """The supervisor that runs a probe now, on the second node or on any."""
         node = self.second if on_second else None
-        return wait_for(lambda: next((one for one in self.ours(node) if is_supervisor(one) and one.children()), None))
+        return wait_for(
+            lambda: next((one for one in self.ours(node) if is_supervisor(one) and find_children(one)), None)
+        )
 
 
 def is_ours(process: psutil.Process) -> bool:
@@ -105,13 +108,6 @@ def is_supervisor(process: psutil.Process) -> bool:
         return "autotune.runners.supervisor" in process.cmdline() and "RayStation" in " ".join(
             process.parent().cmdline()
         )
-    return False
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs, or could."""
-    with contextlib.suppress(psutil.Error):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
@@ -181,7 +177,7 @@ def run_through(played: Played, runner: RayRunner, stage: Callable[[], None], jo
     ticket = runner.submit(job, slot)
     hangs = job.config.batch_size == HANGS
     actor = played.supervisor().parent() if hangs else None
-    gone = [actor, *actor.children(recursive=True)] if actor is not None else []
+    gone = [actor, *find_children(actor, recursive=True)] if actor is not None else []
     stage()
     began_s = time.monotonic()
     lost = ""
@@ -272,7 +268,7 @@ def shrink(played: Played, runner: RayRunner) -> Cost:
     while True:
         ticket = runner.submit(probe(HANGS))
         actor = played.supervisor(on_second=False).parent()
-        started += [actor, *actor.children(recursive=True)]
+        started += [actor, *find_children(actor, recursive=True)]
         actor.kill()
         began_s = time.monotonic()
         try:

@@ -20,6 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.processes import find_children
+
 PASSWORD = "not-to-be-seen"
 HOW = "needs PostgreSQL and its driver: apt-get install postgresql, pip install 'autotune-torch[postgres]'"
 SLOWEST_START_S = 60
@@ -111,7 +113,10 @@ class Server:
         """Seconds of processors that the server has used, those of its processes that have ended included."""
         assert self._process is not None
         times = psutil.Process(self._process.pid).cpu_times()
-        running = [one.cpu_times() for one in psutil.Process(self._process.pid).children(recursive=True)]
+        running = []
+        for one in find_children(psutil.Process(self._process.pid), recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                running.append(one.cpu_times())
         ended_s: float = times.children_user + times.children_system
         return ended_s + sum(one.user + one.system for one in (times, *running))
 

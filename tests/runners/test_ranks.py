@@ -24,6 +24,7 @@ from autotune.runners.ranks import Pace
 from autotune.runners.runner import ProbeFault
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
+from tests.processes import find_children, is_alive
 from tests.room import limit_bytes
 
 MODEL = """
@@ -118,18 +119,29 @@ def complete(batch_size: int, **choices: Any) -> Config:
 
 def ranks() -> list[psutil.Process]:
     """Those that run now: children of a supervisor, which is this process's own, as those of other tests and their servers may be."""
-    children = [child for child in psutil.Process().children() if child.name() != "postgres"]
-    return [grandchild for child in children for grandchild in child.children()]
+    found: list[psutil.Process] = []
+    for child in find_children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += find_children(child) if child.name() != "postgres" else []
+    return [rank for rank in found if is_alive(rank)]
 
 
 def traces() -> set[str]:
     """What is left outside of processes: shared memory but that of other tests' servers, and ports of this process's descendants."""
     others = ("played.", "PostgreSQL.")
     found = {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith(others)}
-    for process in psutil.Process().children(recursive=True):
+    for process in find_children(recursive=True):
         with contextlib.suppress(psutil.Error):
             found |= {f"port {one.laddr.port}" for one in process.net_connections("inet") if one.status == "LISTEN"}
     return found
+
+
+def left_since(before: set[str]) -> list[str]:
+    """The traces that were not there `before`, and the ranks; what other tests hold for a moment is given time to go."""
+    deadline = time.monotonic() + 5
+    while (left := [*(traces() - before), *map(str, ranks())]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def row(name: str, outcome: str, sentence: str, seconds: float, left: list[str]) -> str:
@@ -140,7 +152,7 @@ def row(name: str, outcome: str, sentence: str, seconds: float, left: list[str])
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert not [rank for rank in ranks() if rank.status() != psutil.STATUS_ZOMBIE]
+    assert not ranks()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "zero1", "fsdp", "fsdp_grad"])
@@ -176,7 +188,7 @@ def test_what_happens_to_one_rank_ends_all_and_is_told_with_its_number(
     before, began_s = traces(), time.monotonic()
     outcome = runner.probe(complete(batch_size), settings)
     known_s = began_s + TIMEOUT_S if kind is Kind.TIMEOUT else float((folder / "began").read_text())
-    left = [*traces() - before, *(str(rank) for rank in ranks())]
+    left = left_since(before)
     print(row(name, outcome.kind, outcome.cause, time.monotonic() - known_s, left))  # shown by `pytest -rP`
     assert outcome.kind is kind, outcome
     assert cause in outcome.cause
@@ -229,7 +241,7 @@ def test_what_happens_while_rank_0_trains_plainly_ends_all(runner: LocalRunner, 
     job = CheckJob(config=complete(2, parallel="fsdp"), settings=settings, batch_size=num_samples)
     before, began_s = traces(), time.monotonic()
     outcome = runner.run(job)
-    left = [*traces() - before, *(str(rank) for rank in ranks())]
+    left = left_since(before)
     assert isinstance(outcome, Outcome), outcome
     print(row(f"rank 0 alone: {name}", outcome.kind, outcome.cause, time.monotonic() - began_s, left))
     assert outcome.kind is kind, outcome
@@ -248,7 +260,7 @@ def seconds_until_gone(killed: int, running: list[psutil.Process]) -> float:
     assert len(running) == 2
     began_s = time.monotonic()
     os.kill(killed, signal.SIGKILL)
-    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in running):
+    while any(map(is_alive, running)):
         assert time.monotonic() < began_s + 5, "they run on"
         time.sleep(0.01)
     return time.monotonic() - began_s

@@ -21,7 +21,8 @@ from autotune.runners.ray import RayRunner
 from autotune.runners.runner import SlotLost
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
-from tests.played_cluster import HANGS, ROOT, Played, is_alive, is_supervisor, played_cluster, probe, wait_for
+from tests.played_cluster import HANGS, ROOT, Played, is_supervisor, played_cluster, probe, wait_for
+from tests.processes import find_children, is_alive
 from tests.room import limit_bytes
 from tests.short_play_off import AUTOTUNE
 
@@ -112,7 +113,7 @@ def test_a_node_that_is_lost_takes_the_slot_along_and_nothing_is_left_on_the_oth
 
 def ranks(cluster: Played) -> list[object]:
     """Processes that train now."""
-    return [child for one in cluster.ours() if is_supervisor(one) for child in one.children()]
+    return [child for one in cluster.ours() if is_supervisor(one) for child in find_children(one)]
 
 
 def test_a_whole_search(cluster: Played, runner: RayRunner, tmp_path: Path) -> None:
