@@ -137,7 +137,7 @@ class MemoryModel:
             whole = gradients_bytes if config.accumulation_steps > 1 else 0
             return outside_of(config) + whole - whole // num_shards(config)
 
-        measured = [(config, o.measurement.peak_bytes) for config, o in probes if o.measurement is not None]
+        measured = [(config, o.measurement.long_run_peak_bytes) for config, o in probes if o.measurement is not None]
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
         self._traced: _Traced | None = None

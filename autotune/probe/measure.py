@@ -133,10 +133,13 @@ class Run:
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so leaks are not looked for where a few more steps might not end in time
         alone = self.session.world.size == 1  # if the search for leaks failed in one process, the others would wait
-        if alone and measured.growth_bytes_per_step and self._spent_s <= self.settings.timeout_s / 2:
+        grows = measured.growth_bytes_per_step or measured.long_run_growth_bytes
+        if alone and grows and self._spent_s <= self.settings.timeout_s / 2:
             with contextlib.suppress(Exception):  # memory may run out, say
-                return replace(measured, leaks=kept(self._take_micro_step))
-        return measured
+                measured = replace(measured, leaks=kept(self._take_micro_step))
+        return (
+            replace(measured, long_run_growth_bytes=0) if measured.leaks else measured
+        )  # a leak is in every config, and has no end
 
     def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
         """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.
@@ -187,6 +190,7 @@ class Run:
         if missing > 0:
             while missing > 0 and self.reporter.train_s - cycle_started_s < MAX_CYCLE_S:
                 micro_s = self._clock(lambda: self._accumulate_part(self._take(1)), 1)
+                self._observers.sample_warmup(self._num_whole_steps)
                 self._settled_micro_s.append(micro_s)
                 missing -= 1
             self._clock(self._update)
@@ -214,9 +218,15 @@ class Run:
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
+        self._observers.sample_warmup(self._num_whole_steps)
         compiled = self._together.largest(num_graphs() - known) > 0
         self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled, len(batch), is_typical))
         return accumulated_s + update_s if compiled else 0.0
+
+    @property
+    def _num_whole_steps(self) -> float:
+        """The micro batches that were trained so far, in optimizer steps."""
+        return self.reporter.num_micro_steps / self.session.config.accumulation_steps
 
     @property
     def _later(self) -> list[WarmStep]:
@@ -315,7 +325,7 @@ class Run:
                 )
                 num_whole += count
             self._require_finite_loss(self.num_steps)
-            self._observers.sample(self.num_steps)
+            self._observers.sample(self._num_whole_steps)
             is_done = self._timing.is_done(num_whole, self._spent_s)
         self._observers.end()
         return phases

@@ -181,13 +181,13 @@ class Objective(ABC):
         return excess
 
     def _excess(self, measured: Measurement) -> float:
-        excess = measured.peak_bytes / self.usable_bytes - 1
+        excess = measured.long_run_peak_bytes / self.usable_bytes - 1
         if measured.num_alloc_retries or measured.num_ooms:
             excess = max(excess, 0.01)  # the allocator had to flush its cache: one fragment from out of memory
         return excess
 
     def beyond_memory(self, outcome: Outcome) -> bool:
-        """Whether an `ok` outcome needed more than the limit less headroom."""
+        """Whether an `ok` outcome needed more than the limit less headroom, or a long training will."""
         return outcome.measurement is not None and self._excess(outcome.measurement) > 0
 
     def does_not_fit(self, outcome: Outcome) -> bool:

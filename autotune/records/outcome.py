@@ -89,7 +89,12 @@ class Measurement:
     waits_s: tuple[float, ...] = ()  # how long each rank waits when gradients of copies are averaged
     slow_rank: int | None = None  # the rank that others wait for by more than the noise
     final_loss: float = 0.0
-    growth_bytes_per_step: float = 0.0  # a leak in the user's code, when clearly above zero
+    growth_bytes_per_step: float = (
+        0.0  # when clearly above zero: a leak in the user's code, or what libraries cache for each shape
+    )
+    long_run_growth_bytes: int = (
+        0  # by which the peak is expected to grow in a training of many times as many steps; 0 for a leak
+    )
     leaks: tuple[Kept, ...] = ()  # what is kept where memory grows: first what Python objects hold; the largest first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
@@ -104,6 +109,11 @@ class Measurement:
     joules_per_sample: float | None = None  # of all these devices; None where it is not known
     no_energy: str = ""  # why it is not known, in words
     places: dict[str, dict[str, Any]] = field(default_factory=dict)  # technique -> modules that it acted on, by role
+
+    @property
+    def long_run_peak_bytes(self) -> int:
+        """The peak that is expected of a long training: more than this process held where libraries cache something for each new shape."""
+        return self.peak_bytes + self.long_run_growth_bytes
 
     @property
     def train_s(self) -> float:

@@ -332,7 +332,8 @@ def summary(outcome: Outcome, *, feasible: bool) -> str:
         return " ".join(f"{outcome.kind}: {outcome.cause}".split()) if outcome.cause else str(outcome.kind)
     speed, _, noise = measured_rate(found).partition(" ")
     joules = f", {rate(found.joules_per_sample)} J a sample" if found.joules_per_sample else ""
-    return f"{speed} samples/s {noise}, {format_bytes(found.peak_bytes)}{joules}{'' if feasible else ', not feasible'}"
+    grows = f" growing to {format_bytes(found.long_run_peak_bytes)}" if found.long_run_growth_bytes else ""
+    return f"{speed} samples/s {noise}, {format_bytes(found.peak_bytes)}{grows}{joules}{'' if feasible else ', not feasible'}"
 
 
 def describe_progress(progress: Progress) -> str:

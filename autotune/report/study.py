@@ -229,6 +229,10 @@ def _outcome_figures(found: Measurement) -> dict[str, Cell]:
         grown = format_bytes(found.growth_bytes_per_step)
         kept = f"; each micro batch leaves {found.kept}" if found.kept else ""
         rows["leak"] = f"memory grows by {grown} per optimizer step{kept}"
+    if found.long_run_growth_bytes:
+        rows["a long run"] = (
+            f"expected to hold {format_bytes(found.long_run_peak_bytes)}: libraries cache something for each batch shape"
+        )
     if found.unequal:
         rows["ranks"] = found.unequal
     if found.disturbances:

@@ -122,6 +122,7 @@ class Watch:
             self._observers.sample(self._num_steps)
         elif not is_first:
             self._steps_s.append(step_s)
+            self._observers.sample_warmup(self._num_steps)
         self._decide(timing=timing)
         self._look_for_launcher()
         self._last_s, self._in_block = time.perf_counter(), 0

@@ -108,21 +108,32 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
     measured = [outcome.measurement for outcome in answer.outcomes if outcome.measurement]
     # in one process the allocator's ups and downs may look like a leak
     growth = median(one.growth_bytes_per_step for one in measured) if measured else 0.0
-    if growth <= 0:
+    later = median(one.long_run_growth_bytes for one in measured) if measured else 0.0
+    if growth <= 0 and later <= 0:
         return
-    limit_bytes = answer.search.history.objective.memory_limit_bytes
-    num_left = max(0, int((limit_bytes - max(one.peak_bytes for one in measured)) / growth))
-    kept = next((one.kept for one in measured if one.kept), "")
-    soon = f"about {plural(num_left, 'step')}" if num_left else "soon"
+    limit_bytes, peak_bytes = (
+        answer.search.history.objective.memory_limit_bytes,
+        max(one.peak_bytes for one in measured),
+    )
+    if kept := next((one.kept for one in measured if one.kept), ""):
+        num_left = max(0, int((limit_bytes - peak_bytes) / growth)) if growth else 0
+        soon = f"about {plural(num_left, 'step')}" if num_left else "soon"
+        yield (
+            f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step. At this rate a training run exceeds the "
+            f"limit of {format_bytes(limit_bytes)} {soon} after the point where a probe ends: from every micro batch the training code "
+            f"keeps {kept}. A long run will run out of memory"
+        )
+        return
+    rate = (
+        f"grows by {format_bytes(growth)} per optimizer step where a probe ends"
+        if growth
+        else "still grows where a probe ends"
+    )
+    need = f"; a long run is expected to need about {format_bytes(peak_bytes + later)}" if later else ""
     yield (
-        f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step. At this rate a training run exceeds the limit "
-        f"of {format_bytes(limit_bytes)} {soon} after the point where a probe ends: "
-    ) + (
-        f"from every micro batch the training code keeps {kept}. A long run will run out of memory"
-        if kept
-        else f"no tensors were found that the training code keeps. Libraries may cache something for each new batch shape{_bound(answer)}; "
-        "that growth ends once every shape has occurred. If `autotune verify` with many --steps reports growth too, a long "
-        "run will run out of memory"
+        f"memory {rate}, and no tensors were found that the training code keeps. Libraries may cache something for each new batch "
+        f"shape{_bound(answer)}, which ends once every shape has occurred{need}. The limit is {format_bytes(limit_bytes)}; "
+        "`autotune verify` with many --steps measures how much a long run needs"
     )
 
 
@@ -130,7 +141,10 @@ def _bound(answer: Answer) -> str:
     """How to limit what oneDNN caches, in brackets; empty where training is not on a CPU."""
     if capabilities_of(answer.search.inspection.device.name).own_memory:
         return ""
-    return " (oneDNN keeps up to 1024 kernels; ONEDNN_PRIMITIVE_CACHE_CAPACITY=64, set for the search and the training, lowers that to 64)"
+    return (
+        " (oneDNN keeps up to 1024 kernels; ONEDNN_PRIMITIVE_CACHE_CAPACITY=64, set for the search and the training, lowers that to 64 "
+        "and costs some speed)"
+    )
 
 
 def _compile_trouble(answer: Answer) -> Iterator[str]:

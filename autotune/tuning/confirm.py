@@ -295,4 +295,4 @@ def substitutes(ranked: Mapping[Config, Outcome], objective: Objective, taken: C
 def _fits_within(share: float, outcome: Outcome, objective: Objective) -> bool:
     """Whether another process of a config will fit too, since this one took at most this share of the usable memory."""
     measured = outcome.measurement
-    return measured is None or measured.peak_bytes <= share * objective.usable_bytes
+    return measured is None or measured.long_run_peak_bytes <= share * objective.usable_bytes

@@ -118,7 +118,10 @@ class Standing:
 def failure(outcome: Outcome) -> str:
     """Why a config with this outcome may not be recommended: it failed, or needs too much memory."""
     if outcome.ok:
-        return "it needs more than the memory limit less headroom"
+        grows = outcome.measurement is not None and outcome.measurement.long_run_growth_bytes > 0
+        return (
+            f"{'its memory grows: a long training' if grows else 'it'} needs more than the memory limit less headroom"
+        )
     return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
 
 

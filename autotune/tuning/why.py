@@ -155,7 +155,7 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
         return "; ".join(filter(None, (predicted, "no config was tried in the time there was: give a larger --budget")))
     failed = [probe.outcome for probe in probed]
     kinds = {outcome.kind for outcome in failed if outcome.kind is not Kind.UNSUPPORTED}
-    over = [outcome.measurement.peak_bytes for outcome in failed if outcome.measurement]
+    over = [outcome.measurement.long_run_peak_bytes for outcome in failed if outcome.measurement]
     if over:
         return (
             f"the smallest config that ran needs {format_bytes(min(over))}, "

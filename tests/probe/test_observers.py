@@ -1,3 +1,5 @@
+import math
+import random
 import time
 from dataclasses import replace
 
@@ -5,7 +7,7 @@ import pytest
 
 from autotune.devices.cpu import CpuDevice
 from autotune.probe.observers.base import Observer, Observers, kinds
-from autotune.probe.observers.memory_growth import growth_per_step
+from autotune.probe.observers.memory_growth import LONG_RUN, growth_per_step, long_run_growth_bytes
 from autotune.records.config import ALONE, World
 from autotune.techniques import find_techniques
 from tests.closed_form import measurement
@@ -85,6 +87,53 @@ def test_instruments_memory_and_its_growth_are_in_the_measurement():
     assert {"load_1m", "used_bytes"} <= found.telemetry.keys() and "vm_data_bytes" in found.memory
     assert found.growth_bytes_per_step == pytest.approx(2 * MIB)
     assert observed(CpuDevice()).growth_bytes_per_step == 0 == growth_per_step([])
+
+
+def test_growth_is_looked_for_from_the_warm_up_on_and_a_micro_batch_is_a_share_of_a_step():
+    device = Told(grows_bytes=3 * MIB)
+    observers = Observers(device, ALONE)
+    for micro_batch in range(1, 11):
+        device.block += 1
+        observers.sample_warmup(micro_batch / 8)
+    observers.start()
+    assert observers.stop(MEASURED).growth_bytes_per_step == pytest.approx(8 * 3 * MIB)
+
+
+def held(num_steps, total_bytes):
+    """What is held after each step."""
+    return [(step, 2**30 + round(total_bytes(step))) for step in range(1, num_steps + 1)]
+
+
+def test_one_wide_batch_makes_no_growth():
+    def once(step):
+        return 100 * MIB * (step > 10)
+
+    assert growth_per_step(held(16, once)) == 0 == long_run_growth_bytes(held(16, once))
+
+
+def test_the_wide_batches_of_a_cycle_do_not_count_as_the_growth_of_a_step():
+    def with_a_leap(step):
+        return 2 * MIB * step + 300 * MIB * (step > 8)
+
+    assert growth_per_step(held(12, with_a_leap)) == pytest.approx(2 * MIB)
+
+
+def test_what_is_cached_for_each_new_shape_is_expected_to_grow_with_the_logarithm_of_the_steps():
+    def cached(step):
+        return 250 * MIB * math.log(step)
+
+    for num_steps in (12, 30):
+        assert long_run_growth_bytes(held(num_steps, cached)) == pytest.approx(250 * MIB * math.log(LONG_RUN), rel=0.02)
+
+
+def test_what_an_allocator_takes_and_gives_back_is_no_growth():
+    draw = random.Random(0)
+    found = [long_run_growth_bytes(held(14, lambda step: draw.uniform(0, 200) * MIB)) for _ in range(300)]
+    assert sum(map(bool, found)) <= 6
+
+
+def test_too_few_steps_tell_no_growth():
+    assert long_run_growth_bytes([]) == 0 == long_run_growth_bytes(held(6, lambda step: step * 50 * MIB))
 
 
 def test_the_energy_of_a_sample_is_the_power_over_the_throughput():

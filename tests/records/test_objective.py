@@ -61,6 +61,8 @@ def test_what_was_not_observed_is_not_recommended_and_says_nothing_in_the_play_o
 def test_what_uses_the_headroom_is_not_feasible():
     assert objective().feasible(ok(peak_mib=949))
     assert not objective().feasible(ok(peak_mib=951))
+    assert objective().feasible(ok(peak_mib=500, long_run_growth_bytes=449 * MIB))
+    assert not objective().feasible(ok(peak_mib=500, long_run_growth_bytes=451 * MIB))
 
 
 def test_what_made_the_allocator_flush_its_cache_is_not_feasible():

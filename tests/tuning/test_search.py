@@ -752,21 +752,49 @@ class Growing(Staged):
     """Memory grows with every step."""
 
     leaks: tuple[Kept, ...] = ()
+    later_bytes = 0
 
     def outcome_of(self, config, settings):
         outcome = super().outcome_of(config, settings)
         if outcome.measurement is None:
             return outcome
-        return replace(outcome, measurement=replace(outcome.measurement, growth_bytes_per_step=2e6, leaks=self.leaks))
+        later_bytes = self.grown_later(config)
+        found = replace(
+            outcome.measurement, growth_bytes_per_step=2e6, leaks=self.leaks, long_run_growth_bytes=later_bytes
+        )
+        return replace(outcome, measurement=found)
+
+    def grown_later(self, config):
+        """Bytes by which a long run is expected to grow."""
+        return self.later_bytes
 
 
 def test_growth_in_which_no_tensors_were_found_is_not_called_the_training_codes(tmp_path):
     """A recurrent network that meets a new length in every batch: oneDNN keeps a kernel for each."""
-    result = answer(recommender(tmp_path, Growing()))
+    prober = Growing()
+    prober.later_bytes = 100 * 2**20
+    result = answer(recommender(tmp_path, prober))
     (warning,) = [text for text in result.warnings if "memory grows by 1.91 MiB" in text]
     assert "no tensors were found that the training code keeps" in warning and "`autotune verify`" in warning
-    assert "exceeds the limit of 1000 MiB about 251 steps after the point where a probe ends" in warning
+    assert "a long run is expected to need about 620 MiB. The limit is 1000 MiB" in warning
     assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64" in warning
+
+
+class GrowingInBf16(Growing):
+    """A tagger whose batches differ in length: oneDNN keeps kernels of bf16 for each."""
+
+    def grown_later(self, config):
+        return 900 * 2**20 if config["amp"] == "bf16" else 0
+
+
+def test_what_a_long_run_would_not_have_the_memory_for_is_no_answer(tmp_path):
+    for name in ("flat", "growing"):
+        (tmp_path / name).mkdir()
+    assert answer(recommender(tmp_path / "flat", Staged(), num_trials=12)).config["amp"] == "bf16"
+    search = recommender(tmp_path / "growing", GrowingInBf16(), num_trials=12)
+    assert answer(search).config["amp"] == "fp16"
+    in_bf16 = [outcome for config, outcome in search.history.known.items() if config["amp"] == "bf16" and outcome.ok]
+    assert in_bf16 and all(search.history.objective.does_not_fit(outcome) for outcome in in_bf16)
 
 
 def test_a_leak_is_named_by_its_line_in_the_searchs_warning(tmp_path):

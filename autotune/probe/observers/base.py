@@ -17,9 +17,10 @@ GROUP = "autotune.observers"
 class Observer(ABC):
     """Watches one thing beside time, and writes what it saw into the measurement. Each run has an instance of its own.
 
-    `start` comes once, when the warm-up is over; `sample` after each timed block, outside of what is timed; `end` once, after
-    the last block, and `stop` once, when all is measured. Where a config is too slow to be timed, only `stop` is called, with
-    a measurement that is `cut_short`. A whole observer, of how warm a GPU becomes while it trains:
+    `sample_warmup` comes after each step of the warm-up, `start` once, when that is over; `sample` after each timed block, outside
+    of what is timed; `end` once, after the last block, and `stop` once, when all is measured. Where a config is too slow to be timed,
+    only `sample_warmup` and `stop` are called, the latter with a measurement that is `cut_short`. A whole observer, of how warm a GPU
+    becomes while it trains:
 
         class Warming(Observer):
             name = "warming"
@@ -27,7 +28,7 @@ class Observer(ABC):
             def start(self, device: Device) -> None:
                 self._first_c = self._most_c = device.telemetry().values.get("temperature_c", 0.0)
 
-            def sample(self, device: Device, num_steps: int) -> None:
+            def sample(self, device: Device, num_steps: float) -> None:
                 self._most_c = max(self._most_c, device.telemetry().values.get("temperature_c", 0.0))
 
             def stop(self, device: Device, measured: Measurement) -> Measurement:
@@ -46,14 +47,22 @@ class Observer(ABC):
     name: ClassVar[str]
     sees_others: ClassVar[bool] = False
 
-    def start(self, device: Device) -> None:  # noqa: B027 (nothing, for most)
+    def sample_warmup(self, device: Device, num_steps: float) -> None:  # noqa: B027 (nothing, for most)
+        """Look, after a step of the warm-up.
+
+        Args:
+            num_steps: as in `sample`.
+        """
+
+    def start(self, device: Device) -> None:  # noqa: B027
         """Begin to watch: the first block is about to be timed."""
 
-    def sample(self, device: Device, num_steps: int) -> None:  # noqa: B027
+    def sample(self, device: Device, num_steps: float) -> None:  # noqa: B027
         """Look, after a timed block.
 
         Args:
-            num_steps: optimizer steps that were taken so far, warm-up included.
+            num_steps: optimizer steps that were taken so far, warm-up included. A micro batch is a share of one: a probe of a config
+                that accumulates takes shorter steps.
         """
 
     def end(self, device: Device) -> None:  # noqa: B027
@@ -71,13 +80,18 @@ class Observers:
         self._device = device
         self._all = [kind() for kind in kinds() if world.size == 1 or not kind.sees_others]
 
+    def sample_warmup(self, num_steps: float) -> None:
+        """A step of the warm-up was taken."""
+        for observer in self._all:
+            observer.sample_warmup(self._device, num_steps)
+
     def start(self) -> None:
         """Timing begins."""
         self._device.start_measuring()
         for observer in self._all:
             observer.start(self._device)
 
-    def sample(self, num_steps: int) -> None:
+    def sample(self, num_steps: float) -> None:
         """A block was timed."""
         for observer in self._all:
             observer.sample(self._device, num_steps)

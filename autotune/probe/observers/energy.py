@@ -25,7 +25,7 @@ class Energy(Observer):
         """Note when counting began."""
         self._began_s = time.monotonic()
 
-    def sample(self, device: Device, num_steps: int) -> None:
+    def sample(self, device: Device, num_steps: float) -> None:
         """Read the counters, before one goes round twice."""
         device.energy_j()
 

@@ -19,7 +19,7 @@ class Throttling(Observer):
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
 
-    def sample(self, device: Device, num_steps: int) -> None:
+    def sample(self, device: Device, num_steps: float) -> None:
         """Count the reasons that hold now."""
         self._seen.update(device.slowdowns())
 
