@@ -24,6 +24,7 @@ from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, 
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
+from autotune.task.adapters import leaves
 from autotune.task.batches import StepBatch
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
@@ -80,6 +81,7 @@ class Run:
         self._own_finite = self._finite.clone()  # this process's part, when the loss of all was first not finite
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = MicroBatches(self.session)
+        self._shapes: set[tuple[object, ...]] = set()  # of the micro batches
         self._graph_breaks_before = num_graph_breaks()
         config, world = self.session.config, self.session.world
         samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
@@ -115,6 +117,7 @@ class Run:
         within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
+            num_shapes=len(self._shapes),
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=timed_s,
@@ -137,9 +140,10 @@ class Run:
         if alone and grows and self._spent_s <= self.settings.timeout_s / 2:
             with contextlib.suppress(Exception):  # memory may run out, say
                 measured = replace(measured, leaks=kept(self._take_micro_step))
-        return (
-            replace(measured, long_run_growth_bytes=0) if measured.leaks else measured
-        )  # a leak is in every config, and has no end
+        # a leak is in every config, and has no end
+        leaked_bytes = sum(one.num_bytes for one in measured.leaks) * self.session.config.accumulation_steps
+        is_leak = bool(measured.leaks) and measured.growth_bytes_per_step <= 2 * leaked_bytes
+        return replace(measured, long_run_growth_bytes=0) if is_leak else measured
 
     def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
         """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.
@@ -405,7 +409,9 @@ class Run:
         self._update()
 
     def _take(self, count: int) -> StepBatch:
-        return StepBatch(next(self._micro_batches) for _ in range(count))
+        batch = StepBatch(next(self._micro_batches) for _ in range(count))
+        self._shapes.update(tuple(getattr(part, "shape", None) for part in leaves(micro)) for micro in batch)
+        return batch
 
     def _accumulate(self, batch: StepBatch) -> None:
         self._note(self.session.accumulate(batch))

@@ -194,7 +194,7 @@ class Acquisition:
         speeds = self.pace.speeds([config, other])
         logs = self._over_the_training(speeds.mean, [config, other])
         gain = self.speed_weight * (logs[0] - logs[1])
-        gain += self.memory_weight * math.log(beside.peak_bytes / found.peak_bytes)
+        gain += self.memory_weight * math.log(beside.long_run_peak_bytes / found.long_run_peak_bytes)
         variance = speeds.variance[0] + speeds.variance[1] - 2 * speeds.covariance_with(1)[0]
         std = max(1e-6, self.speed_weight * math.sqrt(max(0.0, variance)))
         return float(_normal_cdf(np.array([gain / std]))[0])
@@ -248,9 +248,9 @@ class Acquisition:
         logs = self._over_the_training(speeds.mean, [*configs, self.best])
         gain = self.speed_weight * (logs - logs[-1])
         variance = self.speed_weight**2 * (speeds.variance + speeds.variance[-1] - 2 * shared)
-        log_peaks = np.log([peak.peak_bytes if peak else measured.peak_bytes for peak in peaks])
+        log_peaks = np.log([peak.peak_bytes if peak else measured.long_run_peak_bytes for peak in peaks])
         stds = np.array([peak.log_std if peak else UNKNOWN_MEMORY_STD for peak in peaks])
-        gain = gain[:-1] + self.memory_weight * (math.log(measured.peak_bytes) - log_peaks)
+        gain = gain[:-1] + self.memory_weight * (math.log(measured.long_run_peak_bytes) - log_peaks)
         return gain, np.sqrt(np.maximum(variance[:-1], 1e-12) + (self.memory_weight * stds) ** 2)
 
     def _chance_of_speed(self, configs: Sequence[Config]) -> Array:
@@ -367,7 +367,8 @@ def _as_measured(config: Config, samples_per_s: float, peak: MemoryEstimate | No
         samples_per_s_low=samples_per_s * precision[0],
         samples_per_s_high=samples_per_s * precision[1],
         step_s=config.samples_per_step / samples_per_s,
-        peak_bytes=like.peak_bytes if peak is None else peak.peak_bytes,
+        peak_bytes=like.long_run_peak_bytes if peak is None else peak.peak_bytes,
+        long_run_growth_bytes=0,  # it is part of what is predicted
         phases_s={},
     )
 

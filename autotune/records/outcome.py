@@ -89,12 +89,11 @@ class Measurement:
     waits_s: tuple[float, ...] = ()  # how long each rank waits when gradients of copies are averaged
     slow_rank: int | None = None  # the rank that others wait for by more than the noise
     final_loss: float = 0.0
-    growth_bytes_per_step: float = (
-        0.0  # when clearly above zero: a leak in the user's code, or what libraries cache for each shape
-    )
-    long_run_growth_bytes: int = (
-        0  # by which the peak is expected to grow in a training of many times as many steps; 0 for a leak
-    )
+    num_shapes: int = 0  # different shapes of the micro batches; 0 where they were not seen
+    # when clearly above zero: a leak in the user's code, or what libraries cache for each shape
+    growth_bytes_per_step: float = 0.0
+    # further growth of the peak that is expected in many times as many steps, where shapes differ; 0 for a leak
+    long_run_growth_bytes: int = 0
     leaks: tuple[Kept, ...] = ()  # what is kept where memory grows: first what Python objects hold; the largest first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation
@@ -112,7 +111,7 @@ class Measurement:
 
     @property
     def long_run_peak_bytes(self) -> int:
-        """The peak that is expected of a long training: more than this process held where libraries cache something for each new shape."""
+        """The peak that is expected of a long training. It exceeds `peak_bytes` where libraries cache something for each new shape."""
         return self.peak_bytes + self.long_run_growth_bytes
 
     @property

@@ -225,13 +225,15 @@ def _outcome_figures(found: Measurement) -> dict[str, Cell]:
         rows["compiling"] = "; ".join(filter(None, (cold if found.compile_cold_s else "", found.compile_trouble)))
     if found.start_wait_s:
         rows["start of a pass"] = f"a wait of {format_seconds(found.start_wait_s)}, counted"
-    if found.growth_bytes_per_step:
-        grown = format_bytes(found.growth_bytes_per_step)
-        kept = f"; each micro batch leaves {found.kept}" if found.kept else ""
-        rows["leak"] = f"memory grows by {grown} per optimizer step{kept}"
+    if found.growth_bytes_per_step or found.kept:
+        grown = f"memory grows by {format_bytes(found.growth_bytes_per_step)} per optimizer step" * (
+            found.growth_bytes_per_step > 0
+        )
+        kept = f"each micro batch leaves {found.kept}" if found.kept else ""
+        rows["leak" if kept else "growth"] = "; ".join(filter(None, (grown, kept)))
     if found.long_run_growth_bytes:
         rows["a long run"] = (
-            f"expected to hold {format_bytes(found.long_run_peak_bytes)}: libraries cache something for each batch shape"
+            f"expected to hold {format_bytes(found.long_run_peak_bytes)}, as libraries may cache something for each shape"
         )
     if found.unequal:
         rows["ranks"] = found.unequal

@@ -109,32 +109,35 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
     # in one process the allocator's ups and downs may look like a leak
     growth = median(one.growth_bytes_per_step for one in measured) if measured else 0.0
     later = median(one.long_run_growth_bytes for one in measured) if measured else 0.0
-    if growth <= 0 and later <= 0:
+    keeping = [one.kept for one in measured if one.kept]
+    kept = keeping[0] if keeping and (growth > 0 or 2 * len(keeping) > len(measured)) else ""
+    if growth <= 0 and later <= 0 and not kept:
         return
     limit_bytes, peak_bytes = (
         answer.search.history.objective.memory_limit_bytes,
         max(one.peak_bytes for one in measured),
     )
-    if kept := next((one.kept for one in measured if one.kept), ""):
-        num_left = max(0, int((limit_bytes - peak_bytes) / growth)) if growth else 0
-        soon = f"about {plural(num_left, 'step')}" if num_left else "soon"
+    grows = f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step. " if growth > 0 else ""
+    num_left = max(0, int((limit_bytes - peak_bytes) / growth)) if growth > 0 else 0
+    soon = f"about {plural(num_left, 'step')}" if num_left else "soon"
+    exceeds = (
+        f"a training run exceeds the limit of {format_bytes(limit_bytes)} {soon} after the point where a probe ends"
+    )
+    if kept:
+        rate = f"{grows}At this rate {exceeds}: " if growth > 0 else "memory grows: "
+        yield f"{rate}from every micro batch the training code keeps {kept}. A long run will run out of memory"
+    elif later > 0:
+        need = f"about {format_bytes(peak_bytes + later)} of the limit of {format_bytes(limit_bytes)}"
         yield (
-            f"memory grows by {format_bytes(growth)} ({growth:.0f} bytes) per optimizer step. At this rate a training run exceeds the "
-            f"limit of {format_bytes(limit_bytes)} {soon} after the point where a probe ends: from every micro batch the training code "
-            f"keeps {kept}. A long run will run out of memory"
+            f"{grows or 'memory still grows where a probe ends. '}No tensors were found that the training code keeps. Libraries may cache "
+            f"something for each new batch shape{_bound(answer)}. Such growth ends once every shape has occurred: a long run is "
+            f"expected to need {need}. `autotune verify` with many --steps measures it"
         )
-        return
-    rate = (
-        f"grows by {format_bytes(growth)} per optimizer step where a probe ends"
-        if growth
-        else "still grows where a probe ends"
-    )
-    need = f"; a long run is expected to need about {format_bytes(peak_bytes + later)}" if later else ""
-    yield (
-        f"memory {rate}, and no tensors were found that the training code keeps. Libraries may cache something for each new batch "
-        f"shape{_bound(answer)}, which ends once every shape has occurred{need}. The limit is {format_bytes(limit_bytes)}; "
-        "`autotune verify` with many --steps measures how much a long run needs"
-    )
+    else:
+        yield (
+            f"{grows}At this rate {exceeds}. No tensors were found that the training code keeps. If `autotune verify` with many --steps "
+            "reports growth too, a long run will run out of memory"
+        )
 
 
 def _bound(answer: Answer) -> str:

@@ -46,7 +46,7 @@ def finalists_of(search: Search) -> list[Config]:
         return []
     num = budget.num_finalists(median(history.probe_wall_s))
     best = ranked[others[0]].measurement
-    if best is None or history.objective.is_short_of_memory(best.peak_bytes):
+    if best is None or history.objective.is_short_of_memory(best.long_run_peak_bytes):
         return others[:num]
     merits = {config: history.objective.merit(ranked[config]) for config in others}
     return with_the_simplest(merits, num, lambda config: len(history.space.changes(config)))

@@ -118,10 +118,10 @@ class Standing:
 def failure(outcome: Outcome) -> str:
     """Why a config with this outcome may not be recommended: it failed, or needs too much memory."""
     if outcome.ok:
-        grows = outcome.measurement is not None and outcome.measurement.long_run_growth_bytes > 0
-        return (
-            f"{'its memory grows: a long training' if grows else 'it'} needs more than the memory limit less headroom"
-        )
+        found = outcome.measurement
+        grows = found is not None and found.long_run_growth_bytes > 0
+        need = "its memory still grows: a long run is expected to need" if grows else "it needs"
+        return f"{need} more than the memory limit less headroom"
     return ": ".join(filter(None, (str(outcome.kind), outcome.cause)))
 
 

@@ -157,8 +157,10 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
     kinds = {outcome.kind for outcome in failed if outcome.kind is not Kind.UNSUPPORTED}
     over = [outcome.measurement.long_run_peak_bytes for outcome in failed if outcome.measurement]
     if over:
+        grows = any(outcome.measurement.long_run_growth_bytes for outcome in failed if outcome.measurement)
+        later = " in a long run" if grows else ""
         return (
-            f"the smallest config that ran needs {format_bytes(min(over))}, "
+            f"the smallest config that ran needs {format_bytes(min(over))}{later}, "
             f"more than the limit of {format_bytes(limit_bytes)} less headroom; "
             f"raise --memory-limit, lower --headroom {OWN_STUDY}, or make the model or the sample smaller"
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,54 @@ def test_fp16_that_only_skips_steps_is_not_finite():
 
     with pytest.raises(NonFiniteError):
         run_of(task_of(training_step=training_step), {"batch_size": 4, "amp": "fp16"}).measure(0.0)
+
+
+LARGE_BYTES = 40 * 2**20  # glibc always maps it, so that it never lies in memory that was freed before
+
+
+class Lines(torch.utils.data.Dataset):
+    """Samples of 200 different lengths."""
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        return torch.ones(index + 1, 6)
+
+
+def long_run_of(keep):
+    """What a probe tells where `keep` takes note of each batch."""
+
+    def training_step(model, batch):
+        time.sleep(measure.MIN_BLOCK_S)  # each block is one step
+        keep(batch)
+        return model(batch).sum()
+
+    task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Lines, training_step=training_step)
+    found = run_of(task, {"batch_size": 1}, max_timed_s=0.5, interval=0.0001).measure(0.0)
+    assert found.num_shapes > 5
+    return found
+
+
+def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
+    cached = {}
+    found = long_run_of(lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)))
+    assert found.long_run_growth_bytes > 100 * 2**20
+    assert found.long_run_peak_bytes == found.peak_bytes + found.long_run_growth_bytes
+    assert long_run_of(lambda batch: None).long_run_growth_bytes == 0
+
+
+def test_a_leak_is_no_cache_and_a_small_one_hides_none():
+    leaked, losses, cached = [], [], {}
+    found = long_run_of(lambda batch: leaked.append(torch.ones(4 * 2**20)))
+    assert found.leaks and found.growth_bytes_per_step > 10 * 2**20 and found.long_run_growth_bytes == 0
+
+    def keep_both(batch):
+        losses.append(batch.sum())
+        cached.setdefault(batch.shape, bytearray(LARGE_BYTES))
+
+    found = long_run_of(keep_both)
+    assert found.leaks and found.long_run_growth_bytes > 100 * 2**20
 
 
 @pytest.fixture

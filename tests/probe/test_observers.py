@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from autotune.devices.base import Capabilities
 from autotune.devices.cpu import CpuDevice
 from autotune.probe.observers.base import Observer, Observers, kinds
 from autotune.probe.observers.memory_growth import LONG_RUN, growth_per_step, long_run_growth_bytes
@@ -44,6 +45,12 @@ class Told(CpuDevice):
 
     def current_bytes(self):
         return 2**30 + self.block * self.grows_bytes
+
+
+class Own(Told):
+    """One with memory of its own."""
+
+    capabilities = Capabilities(own_memory=True)
 
 
 def observed(device, world=ALONE, num_blocks=6, block_s=0.0):
@@ -130,6 +137,42 @@ def test_what_an_allocator_takes_and_gives_back_is_no_growth():
     draw = random.Random(0)
     found = [long_run_growth_bytes(held(14, lambda step: draw.uniform(0, 200) * MIB)) for _ in range(300)]
     assert sum(map(bool, found)) <= 6
+
+
+def test_growth_that_has_ended_is_not_extrapolated():
+    for num_steps in (15, 30, 60):
+        ended = held(num_steps, lambda step, last=0.7 * num_steps: 20 * MIB * min(step, last))
+        assert long_run_growth_bytes(ended) == 0
+
+
+def test_what_wider_and_wider_batches_take_is_seldom_growth():
+    draw = random.Random(0)
+
+    def widest():
+        so_far = 0.0
+        for step in range(1, 16):
+            so_far = max(so_far, draw.gauss(0, 50))
+            yield step, 2**30 + round(so_far * MIB)
+
+    assert sum(bool(long_run_growth_bytes(list(widest()))) for _ in range(300)) <= 15
+
+
+def test_the_growth_of_a_long_process_is_told_from_some_of_its_blocks():
+    many = held(2000, lambda step: 250 * MIB * math.log(step))
+    assert long_run_growth_bytes(many) == pytest.approx(250 * MIB * math.log(LONG_RUN), rel=0.02)
+
+
+def test_a_long_run_is_told_only_where_batches_differ_in_shape_and_memory_is_the_hosts():
+    def long_run_of(device, num_shapes):
+        observers = Observers(device, ALONE)
+        for step in range(1, 13):
+            device.block += 1
+            observers.sample_warmup(step)
+        return observers.stop(replace(MEASURED, num_shapes=num_shapes)).long_run_growth_bytes
+
+    assert long_run_of(Told(grows_bytes=50 * MIB), 9) > 100 * MIB
+    assert long_run_of(Told(grows_bytes=50 * MIB), 2) == 0
+    assert long_run_of(Own(grows_bytes=50 * MIB), 9) == 0
 
 
 def test_too_few_steps_tell_no_growth():

@@ -22,6 +22,7 @@ PAGES_BYTES = MIB // 4  # smaller steps of a heap are no new kernels
 STEPWISE = 0.3  # share of the increments that have to be positive for a trend: one wide batch alone makes none
 GIVEN_BACK = 0.25  # of what was taken: an allocator gives back nearly all, a cache nothing
 MOST_POINTS = 100  # all pairs of them are looked at
+FEWEST_SHAPES = 3  # a pass's last batch may have one of its own
 LONG_RUN = 100  # times as many steps: every shape of a batch has occurred by then, or nearly
 
 
@@ -42,11 +43,15 @@ class MemoryGrowth(Observer):
         self._held.append((num_steps, device.current_bytes()))
 
     def stop(self, device: Device, measured: Measurement) -> Measurement:
-        """Fill in `growth_bytes_per_step` and `long_run_growth_bytes`."""
+        """Fill in `growth_bytes_per_step`, and where batches differ in shape `long_run_growth_bytes`.
+
+        On a device with memory of its own an allocator holds more than is in use, so what is in use says nothing of its peak.
+        """
+        grows_with_shapes = measured.num_shapes >= FEWEST_SHAPES and not device.capabilities.own_memory
         return replace(
             measured,
             growth_bytes_per_step=growth_per_step(self._held),
-            long_run_growth_bytes=long_run_growth_bytes(self._held),
+            long_run_growth_bytes=long_run_growth_bytes(self._held) if grows_with_shapes else 0,
         )
 
 
@@ -68,27 +73,34 @@ def growth_per_step(held: list[tuple[float, int]]) -> float:
 
 
 def long_run_growth_bytes(held: list[tuple[float, int]]) -> int:
-    """Bytes by which memory is expected to grow in a training of many times as many steps, from (step, bytes); 0 unless it clearly grows.
+    """Bytes by which memory is expected to grow in a training of many times as many steps; 0 unless it clearly grows to the end.
 
     What is cached for each new shape of a batch grows ever more slowly, as new shapes become rare: about with the logarithm of the
     steps. (A tagger in bf16 on a CPU held 1.1 GiB after 45 batches, 1.6 after 180 and 1.9 after 540.)
 
     Source: the trend's test is Mann's (Nonparametric tests against trend, Econometrica 13, 1945), its slope Sen's (Estimates of the
     regression coefficient based on Kendall's tau, JASA 63, 1968).
+
+    Args:
+        held: (step, bytes) after each block; each step is later than the one before.
     """
     settled = _settled(held)
-    settled = settled[:: max(1, len(settled) // MOST_POINTS)]
+    settled = settled[:: -math.ceil(len(settled) / MOST_POINTS) or -1][::-1]  # the last one is among them
     count, increments = len(settled), [after[1] - before[1] for before, after in pairwise(settled)]
     growing = sum(grown > PAGES_BYTES for grown in increments)
     taken, given_back = sum(max(0, grown) for grown in increments), sum(max(0, -grown) for grown in increments)
     if len(increments) < FEWEST_INCREMENTS or growing < STEPWISE * len(increments) or given_back > GIVEN_BACK * taken:
         return 0
-    pairs = list(combinations(settled, 2))
-    signs = sum((after[1] > before[1]) - (after[1] < before[1]) for before, after in pairs)
+    signs = sum((after > before) - (after < before) for (_, before), (_, after) in combinations(settled, 2))
     if signs - 1 < SURE_Z * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
         return 0
-    growth_per_fold = median((after[1] - before[1]) / math.log(after[0] / before[0]) for before, after in pairs)
-    return round(growth_per_fold * math.log(LONG_RUN))
+    growth_per_fold = min(_growth_per_fold(settled), _growth_per_fold(settled[count // 2 :]))
+    return max(0, round(growth_per_fold * math.log(LONG_RUN)))
+
+
+def _growth_per_fold(held: list[tuple[float, int]]) -> float:
+    """Bytes by which memory grows while the steps grow by a factor of e."""
+    return median((after[1] - before[1]) / math.log(after[0] / before[0]) for before, after in combinations(held, 2))
 
 
 def _settled(held: list[tuple[float, int]]) -> list[tuple[float, int]]:
