@@ -101,7 +101,7 @@ def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
 
 def test_a_leak_is_no_cache_and_a_small_one_hides_none():
     leaked, losses, cached = [], [], {}
-    found = long_run_of(lambda batch: leaked.append(torch.ones(4 * 2**20)))
+    found = long_run_of(lambda batch: leaked.append(torch.empty(LARGE_BYTES, dtype=torch.uint8)))
     assert found.leaks and found.growth_bytes_per_step > 10 * 2**20 and found.long_run_growth_bytes == 0
 
     def keep_both(batch):
