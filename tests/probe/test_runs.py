@@ -33,7 +33,7 @@ def build_model() -> nn.Module:
 
 
 def compare(world: World, parallel: str) -> tuple[Check, int]:
-    """What a comparison found, and how many bytes it took at its peak, beyond what the process had before."""
+    """What a comparison found, and how many bytes it takes at its peak, beyond what the process had before."""
     task = Task(
         build_model=build_model,
         make_batch=lambda n: torch.randn(n, WIDTH),
@@ -42,10 +42,13 @@ def compare(world: World, parallel: str) -> tuple[Check, int]:
     )
     # Each weight is mapped alone and given back when it is freed: pieces of a heap that are free by chance would be counted or not.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
-    before_bytes = linux.process_memory().touched_bytes
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-    check = run_checks(task, {"parallel": parallel}, "cpu", batch_size=4, world=world)
-    return check, linux.process_memory().peak_touched_bytes - before_bytes
+    held: list[int] = []
+    for _ in range(3):  # where a process waits for another, its layers may be gathered, and gradients on their way, for longer
+        before_bytes = linux.process_memory().touched_bytes
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        check = run_checks(task, {"parallel": parallel}, "cpu", batch_size=4, world=world)
+        held.append(linux.process_memory().peak_touched_bytes - before_bytes)
+    return check, min(held)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
