@@ -43,7 +43,8 @@ def compare(world: World, parallel: str) -> tuple[Check, int]:
     # Each weight is mapped alone and given back when it is freed: pieces of a heap that are free by chance would be counted or not.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
     held: list[int] = []
-    for _ in range(3):  # where a process waits for another, its layers may be gathered, and gradients on their way, for longer
+    # where a process waits for another, its layers may be gathered, and gradients on their way, for longer
+    for _ in range(3):
         before_bytes = linux.process_memory().touched_bytes
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak
         check = run_checks(task, {"parallel": parallel}, "cpu", batch_size=4, world=world)
