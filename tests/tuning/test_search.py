@@ -780,6 +780,13 @@ def test_growth_in_which_no_tensors_were_found_is_not_called_the_training_codes(
     assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64" in warning
 
 
+def test_growth_of_which_no_long_run_is_estimated_is_told_with_the_steps_that_are_left(tmp_path):
+    result = answer(recommender(tmp_path, Growing()))
+    (warning,) = [text for text in result.warnings if "memory grows by 1.91 MiB" in text]
+    assert "No tensors were found that the training code keeps" in warning and "`autotune verify`" in warning
+    assert "exceeds the limit of 1000 MiB about 251 steps after the point where a probe ends" in warning
+
+
 class GrowingInBf16(Growing):
     """A tagger whose batches differ in length: oneDNN keeps kernels of bf16 for each."""
 
