@@ -18,17 +18,16 @@ import torch
 from autotune.devices import Device
 from autotune.group import Together, gather
 from autotune.probe.leaks import kept
-from autotune.probe.observers.base import Observers
+from autotune.probe.observers.base import Observers, Taken
 from autotune.probe.passes import MicroBatches
+from autotune.probe.shapes import Shapes
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
-from autotune.task.adapters import leaves
 from autotune.task.batches import StepBatch
 
-NUM_LEAVES = 16  # of a batch, whose shapes are noted: lists of thousands of numbers would take milliseconds
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
@@ -37,6 +36,8 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
+LOOK_S = 0.5  # for the shapes of batches that are yet to come
+MOST_LOOKED_AT = 1000
 
 
 class NonFiniteError(Exception):
@@ -83,7 +84,7 @@ class Run:
         self._own_finite = self._finite.clone()  # this process's part, when the loss of all was first not finite
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = MicroBatches(self.session)
-        self._shapes: set[tuple[object, ...]] = set()  # of the micro batches
+        self._shapes = Shapes()
         self._graph_breaks_before = num_graph_breaks()
         config, world = self.session.config, self.session.world
         samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
@@ -119,7 +120,7 @@ class Run:
         within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
-            num_shapes=len(self._shapes),
+            num_shapes=self._shapes.num_seen,
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=timed_s,
@@ -138,14 +139,27 @@ class Run:
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so leaks are not looked for where a few more steps might not end in time
         alone = self.session.world.size == 1  # if the search for leaks failed in one process, the others would wait
-        grows = measured.growth_bytes_per_step or measured.long_run_growth_bytes
+        grows = measured.growth_bytes_per_step or measured.growth_bytes_per_shape
         if alone and grows and self._spent_s <= self.settings.timeout_s / 2:
             with contextlib.suppress(Exception):  # memory may run out, say
                 measured = replace(measured, leaks=kept(self._take_micro_step))
         # a leak is in every config, and has no end
         leaked_bytes = sum(one.num_bytes for one in measured.leaks) * self.session.config.accumulation_steps
         is_leak = bool(measured.leaks) and measured.growth_bytes_per_step <= 2 * leaked_bytes
-        return replace(measured, long_run_growth_bytes=0) if is_leak else measured
+        if is_leak:
+            return replace(measured, growth_bytes_per_shape=0.0)
+        return self._with_long_run(measured) if measured.growth_bytes_per_shape else measured
+
+    def _with_long_run(self, measured: Measurement) -> Measurement:
+        """The measurement where each shape that is yet to come takes memory. More batches are loaded for their shapes alone."""
+        ends_s = time.perf_counter() + LOOK_S
+        with contextlib.suppress(Exception):  # the user's dataset may end or fail
+            for micro, _ in islice(self._micro_batches, MOST_LOOKED_AT):
+                self._shapes.note(micro)
+                if time.perf_counter() > ends_s:
+                    break
+        num_left = self._shapes.num_expected() - measured.num_shapes
+        return replace(measured, long_run_growth_bytes=round(num_left * measured.growth_bytes_per_shape))
 
     def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
         """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.
@@ -196,7 +210,7 @@ class Run:
         if missing > 0:
             while missing > 0 and self.reporter.train_s - cycle_started_s < MAX_CYCLE_S:
                 micro_s = self._clock(lambda: self._accumulate_part(self._take(1)), 1)
-                self._observers.sample_warmup(self._num_whole_steps)
+                self._observers.sample_warmup(self._taken)
                 self._settled_micro_s.append(micro_s)
                 missing -= 1
             self._clock(self._update)
@@ -224,15 +238,15 @@ class Run:
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
-        self._observers.sample_warmup(self._num_whole_steps)
+        self._observers.sample_warmup(self._taken)
         compiled = self._together.largest(num_graphs() - known) > 0
         self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled, len(batch), is_typical))
         return accumulated_s + update_s if compiled else 0.0
 
     @property
-    def _num_whole_steps(self) -> float:
-        """The micro batches that were trained so far, in optimizer steps."""
-        return self.reporter.num_micro_steps / self.session.config.accumulation_steps
+    def _taken(self) -> Taken:
+        num_steps = self.reporter.num_micro_steps / self.session.config.accumulation_steps
+        return Taken(num_steps=num_steps, num_shapes=self._shapes.num_seen)
 
     @property
     def _later(self) -> list[WarmStep]:
@@ -331,7 +345,7 @@ class Run:
                 )
                 num_whole += count
             self._require_finite_loss(self.num_steps)
-            self._observers.sample(self._num_whole_steps)
+            self._observers.sample(self._taken)
             is_done = self._timing.is_done(num_whole, self._spent_s)
         self._observers.end()
         return phases
@@ -412,8 +426,8 @@ class Run:
 
     def _take(self, count: int) -> StepBatch:
         batch = StepBatch(next(self._micro_batches) for _ in range(count))
-        for micro in batch:  # this is within what is timed
-            self._shapes.add(tuple(getattr(part, "shape", None) for part in islice(leaves(micro), NUM_LEAVES)))
+        for micro in batch:
+            self._shapes.note(micro)
         return batch
 
     def _accumulate(self, batch: StepBatch) -> None:

@@ -68,16 +68,19 @@ LARGE_BYTES = 40 * 2**20  # glibc always maps it, so that it never lies in memor
 
 
 class Lines(torch.utils.data.Dataset):
-    """Samples of 200 different lengths."""
+    """200 samples of so many different lengths."""
+
+    def __init__(self, num_lengths):
+        self.num_lengths = num_lengths
 
     def __len__(self):
         return 200
 
     def __getitem__(self, index):
-        return torch.ones(index + 1, 6)
+        return torch.ones(index % self.num_lengths + 1, 6)
 
 
-def long_run_of(keep):
+def long_run_of(keep, num_lengths=200):
     """What a probe tells where `keep` takes note of each batch."""
 
     def training_step(model, batch):
@@ -85,7 +88,9 @@ def long_run_of(keep):
         keep(batch)
         return model(batch).sum()
 
-    task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Lines, training_step=training_step)
+    task = Task(
+        build_model=lambda: nn.Linear(6, 3), train_dataset=lambda: Lines(num_lengths), training_step=training_step
+    )
     found = run_of(task, {"batch_size": 1}, max_timed_s=0.5, interval=0.0001).measure(0.0)
     assert found.num_shapes > 5
     return found
@@ -97,6 +102,13 @@ def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
     assert found.long_run_growth_bytes > 100 * 2**20
     assert found.long_run_peak_bytes == found.peak_bytes + found.long_run_growth_bytes
     assert long_run_of(lambda batch: None).long_run_growth_bytes == 0
+
+
+def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has():
+    cached = {}
+    found = long_run_of(lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)), num_lengths=15)
+    num_left = 15 - found.num_shapes
+    assert found.long_run_growth_bytes == pytest.approx(num_left * LARGE_BYTES, rel=0.2, abs=1)
 
 
 def test_a_leak_is_no_cache_and_a_small_one_hides_none():
