@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -155,7 +156,13 @@ class MemoryModel:
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
             if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
                 self._traced = _Traced(peak_of, line, outside_of, space, measured, failed)
-        self._untraced = _Untraced(untraced_outside_of, space, measured, failed)
+        self._untraced: _Untraced | None = _Untraced(untraced_outside_of, space, measured, failed)
+
+    def of_traces_alone(self) -> MemoryModel:
+        """The model that knows nothing of what was not traced."""
+        new = copy(self)
+        new._untraced = None
+        return new
 
     def estimate(self, config: Config) -> MemoryEstimate | None:
         """The peak of a config; None where it was not traced and no probe has ended yet."""
@@ -164,7 +171,8 @@ class MemoryModel:
     def estimates(self, configs: Sequence[Config]) -> list[MemoryEstimate | None]:
         """The peak of each config."""
         found = self._traced.estimates(configs) if self._traced is not None else {}
-        found |= self._untraced.estimates([config for config in configs if config not in found])
+        if self._untraced is not None:
+            found |= self._untraced.estimates([config for config in configs if config not in found])
         return [found.get(config) for config in configs]
 
 

@@ -136,7 +136,8 @@ def _import(source: dict[str, Any], greeting: dict[str, Any]) -> tuple[dict[str,
 
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    _import_everything(greeting["num_ranks"])
+    with _uncollected():
+        _import_everything(greeting["num_ranks"])
     origin = TaskSource.from_dict(source)
     before = _num_threads()
     try:
@@ -158,6 +159,15 @@ def _import(source: dict[str, Any], greeting: dict[str, Any]) -> tuple[dict[str,
     gc.freeze()  # keeps the collector from touching, and so copying, pages that probes share
     stated = Stated.of(task, origin).to_dict()
     return {"no_fork": no_fork, "stated": stated}, None if no_fork else task
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the collector of garbage from what is imported meanwhile, now and later: looking through it all takes most of a second."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def _import_everything(num_ranks: int = 1) -> None:

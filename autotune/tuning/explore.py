@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
-from autotune.records.config import BATCH_SIZE
+from autotune.records.config import BATCH_SIZE, Config
 from autotune.records.outcome import Kind
 from autotune.records.study import BASELINE, Proposal, Traced, Trial
 from autotune.study.history import History
@@ -166,21 +166,11 @@ def _trace_between(search: Search) -> None:
             if search.at_once.width > 1:  # several probes at once would wait for each slice
                 while not tracing.is_done and not search.interrupted():
                     tracing.advance()
-            elif _comes_after_the_baseline(search.history):
+            elif {*search.history.known} == {search.history.space.baseline}:
                 _trace_the_next(search)
             else:
                 tracing.advance()
         _note_traces(search)
-
-
-def _comes_after_the_baseline(history: History) -> bool:
-    """Whether only the baseline was probed, and fits.
-
-    Where it does not fit, a whole slice is traced before the next probe: only what was traced is trusted to fit, and if that is plain
-    training alone, a slow config comes next.
-    """
-    baseline = history.space.baseline
-    return {*history.known} == {baseline} and history.objective.feasible(history.known[baseline])
 
 
 def _trace_the_next(search: Search) -> None:
@@ -189,13 +179,24 @@ def _trace_the_next(search: Search) -> None:
     Which config comes next depends on what is known of its memory, so it is asked for again after each trace.
     """
     tracing, ends_s = search.tracing, search.tracing.wall_s + SLICE_S
-    baseline = search.history.space.baseline
     while not tracing.is_done and tracing.wall_s < ends_s and not search.interrupted():
-        proposal = search.proposer().propose(search.history)  # by a new one: some remember what they have proposed
-        wanted = (baseline, *([proposal.config] if proposal else []))
+        comes_next = _comes_next(search)
+        wanted = (search.history.space.baseline, *([comes_next] if comes_next else []))
         if tracing.are_traced(wanted):
             return
         tracing.advance(only=wanted)
+
+
+def _comes_next(search: Search) -> Config | None:
+    """The config that is to be probed after the baseline, if its trace shows that it fits.
+
+    Where the baseline does not fit, only what was traced is trusted to fit, so a slow config would be proposed until then.
+    """
+    history = search.history
+    if not history.objective.feasible(history.known[history.space.baseline]):
+        return search.cost_model.hoped_for(history)
+    proposal = search.proposer().propose(history)  # by a new one: some remember what they have proposed
+    return proposal.config if proposal else None
 
 
 def _trace_beside(search: Search) -> None:

@@ -155,10 +155,13 @@ def test_a_config_whose_memory_cannot_be_traced_waits_for_nothing_but_plain_trai
     assert traced == ALL.needed_by([baseline, second.replace(amp="off")], techniques).labels()
 
 
-def test_where_the_baseline_does_not_fit_all_is_traced_before_the_first_config_that_may(tmp_path: Path) -> None:
+def test_where_the_baseline_does_not_fit_the_fastest_that_may_fit_is_traced_before_it_is_probed(tmp_path: Path) -> None:
     too_large = techniques.complete({"batch_size": 24}, global_batch=96)
-    baseline, traced, *_ = probed_in_turn(tmp_path, inspection(baseline=too_large.as_dict()))
-    assert (baseline, traced) == (too_large, ALL.labels())
+    baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection(baseline=too_large.as_dict()))
+    assert baseline == too_large
+    assert isinstance(second, Config) and second["amp"] == "bf16"
+    assert own == ALL.needed_by([too_large, second], techniques).labels()
+    assert isinstance(others, list) and {*others} == {*ALL.labels()} - {*own} != set()
 
 
 class Endless(ClosedFormRunner):
