@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
-from autotune.prediction.traces import TracedPeak
+from autotune.prediction.traces import Group, ModelTrace, TracedPeak
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support
@@ -82,6 +83,7 @@ class NoisyPeaks:
     prober: ClosedFormRunner
     lengths: LengthDistribution | None = None
     target: str = "cpu"
+    models: Mapping[Group, ModelTrace] = field(default_factory=dict)  # every config is known without them
 
     def peak(self, config: Config, techniques: Techniques) -> TracedPeak:
         trained = self.prober.peak_bytes(config) - OUTSIDE_BYTES - 10 * MIB

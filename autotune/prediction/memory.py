@@ -27,7 +27,7 @@ from autotune.prediction.cost import (
     beyond,
     likely_scales,
 )
-from autotune.prediction.traces import TracedPeak, Traces
+from autotune.prediction.traces import Group, TracedPeak, Traces
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
 from autotune.records.device import NO_COMMUNICATORS, Communicators
@@ -142,6 +142,7 @@ class MemoryModel:
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
         self._traced: _Traced | None = None
+        self.traced_groups: tuple[Group, ...] = () if peaks is None else tuple(peaks.models)
         if peaks is not None:
             line = ON_GPU if capabilities_of(peaks.target).own_allocator else ON_CPU
 

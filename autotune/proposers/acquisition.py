@@ -131,6 +131,10 @@ class Acquisition:
         while len(starts) < NUM_STARTS:
             starts.append({name: chance.choice(choices) for name, choices in self.space.choices.items()})
         met: set[Config] = set()
+        # what was traced may lie beyond what was not, and is not trusted to fit
+        if self.best is None and (traced := self._of_traced_groups()):
+            met.update(traced)
+            starts.append(traced[int(np.argmax(self.posterior(traced).score))].as_dict())
         for start in starts:
             # the baseline need not have what is fixed, and not every combination belongs to the space
             here, height = self.space.nearest(start, lambda config: True), -math.inf
@@ -142,6 +146,16 @@ class Acquisition:
                     break
                 here, height = around[top], float(scores[top])
         return sorted(met, key=str)
+
+    def _of_traced_groups(self) -> list[Config]:
+        """The baseline with each group of techniques that was traced, at every batch size."""
+        baseline, sizes = self.space.baseline.as_dict(), self.space.choices[BATCH_SIZE]
+        at_sizes = (
+            self.space.complete({**baseline, **dict(group), BATCH_SIZE: size})
+            for group in self.memory.traced_groups
+            for size in sizes
+        )
+        return [config for config in at_sizes if self.space.contains(config)]
 
     def _one_change(self, config: Config) -> list[Config]:
         return [

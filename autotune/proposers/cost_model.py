@@ -15,7 +15,7 @@ from autotune.prediction.memory import MemoryModel
 from autotune.prediction.priors import NOTHING_TAUGHT, Taught
 from autotune.prediction.time import Roofline, TimeModel
 from autotune.prediction.traces import Traces
-from autotune.proposers.acquisition import BETTER, Acquisition
+from autotune.proposers.acquisition import Acquisition
 from autotune.proposers.design import StartingDesign
 from autotune.records.config import Config
 from autotune.records.device import NO_COMMUNICATORS, NOT_MEASURED, Calibration, Communicators
@@ -95,18 +95,11 @@ class CostModel:
         return self._ask(history, next_config, lambda: self._fallback.propose(history))
 
     def hoped_for(self, history: History) -> Config | None:
-        """The config that would be proposed if all that was not traced fitted; None if there is none, or it cannot be computed.
-
-        Where that is hardly better than the one that is proposed as it is, that one.
-        """
+        """The config that would be proposed if all that was not traced fitted; None if there is none, or it cannot be computed."""
 
         def next_config(models: Acquisition) -> Config | None:
             hopeful = self._fitted_with(history, history.evidence, models.memory.of_traces_alone())
-            proposed, hoped = (one.next(history.admissible()) for one in (models, hopeful))
-            if proposed is None or hoped is None:
-                return hoped
-            at_first, at_best = hopeful.posterior([proposed, hoped]).score
-            return proposed if at_best - at_first < BETTER else hoped
+            return hopeful.next(history.admissible())
 
         return self._ask(history, next_config, lambda: None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.proposers.base import Proposer
-from autotune.records.config import BATCH_SIZE, Config
+from autotune.records.config import BATCH_SIZE
 from autotune.records.outcome import Kind
 from autotune.records.study import BASELINE, Proposal, Traced, Trial
 from autotune.study.history import History
@@ -176,27 +176,19 @@ def _trace_between(search: Search) -> None:
 def _trace_the_next(search: Search) -> None:
     """Trace what the first config after the baseline needs: the first answer is not to wait until all others are traced.
 
-    Which config comes next depends on what is known of its memory, so it is asked for again after each trace.
+    Which config comes next depends on what is known of its memory, so it is asked for again after each trace. Where the baseline does
+    not fit, only what was traced is trusted to fit; the fastest config is traced then, or a slow one would come next.
     """
-    tracing, ends_s = search.tracing, search.tracing.wall_s + SLICE_S
+    history, tracing = search.history, search.tracing
+    baseline, ends_s = history.space.baseline, tracing.wall_s + SLICE_S
+    comes_next = None if history.objective.feasible(history.known[baseline]) else search.cost_model.hoped_for(history)
     while not tracing.is_done and tracing.wall_s < ends_s and not search.interrupted():
-        comes_next = _comes_next(search)
-        wanted = (search.history.space.baseline, *([comes_next] if comes_next else []))
-        if tracing.are_traced(wanted):
+        if comes_next is None or tracing.are_traced([baseline, comes_next]):
+            proposal = search.proposer().propose(history)  # by a new one: some remember what they have proposed
+            comes_next = proposal.config if proposal else baseline
+        if tracing.are_traced([baseline, comes_next]):
             return
-        tracing.advance(only=wanted)
-
-
-def _comes_next(search: Search) -> Config | None:
-    """The config that is to be probed after the baseline, if its trace shows that it fits.
-
-    Where the baseline does not fit, only what was traced is trusted to fit, so a slow config would be proposed until then.
-    """
-    history = search.history
-    if not history.objective.feasible(history.known[history.space.baseline]):
-        return search.cost_model.hoped_for(history)
-    proposal = search.proposer().propose(history)  # by a new one: some remember what they have proposed
-    return proposal.config if proposal else None
+        tracing.advance(only=[baseline, comes_next])
 
 
 def _trace_beside(search: Search) -> None:

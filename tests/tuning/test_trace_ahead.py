@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 
 from autotune.devices import capabilities_of
 from autotune.prediction.job import trace_plan
-from autotune.prediction.traces import Traces, plan_traces
+from autotune.prediction.traces import Group, ModelTrace, Traces, plan_traces
+from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Config, ProbeSettings
 from autotune.records.inspection import Inspection, Support
 from autotune.records.options import SearchOptions
@@ -27,9 +28,10 @@ from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import search
 from autotune.tuning.trace_ahead import Tracing
+from autotune.units import MIB
 from tests.closed_form import ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
-from tests.prediction.test_traces import DEFAULT, PLAIN
+from tests.prediction.test_traces import DEFAULT, PLAIN, fit, piece
 
 techniques = find_techniques()
 
@@ -118,11 +120,17 @@ class Noting(ClosedFormRunner):
     def result_of(self, job: Job[Any]) -> Any:
         if isinstance(job, TraceJob):
             self.noted.append(job.plan.labels())
-            models, updates = dict.fromkeys(job.plan.models, PLAIN), dict.fromkeys(job.plan.updates, DEFAULT)
-            return Traces(target="cpu", models=models, updates=updates)
+            models, updates = map(self.traced, job.plan.models), dict.fromkeys(job.plan.updates, DEFAULT)
+            return Traces(target="cpu", models=dict(zip(job.plan.models, models, strict=True)), updates=updates)
         if isinstance(job, ProbeJob):
             self.noted.append(job.config)
         return super().result_of(job)
+
+    def traced(self, group: Group) -> ModelTrace:
+        """What the closed form takes for each sample."""
+        alone, two = (self.peak_bytes(techniques.complete({**dict(group), "batch_size": size})) for size in (1, 2))
+        held = fit(piece(0, two - alone))
+        return replace(PLAIN, alone=held, beside=held)
 
 
 ALL = plan_traces(build_space(inspection(), techniques)[0].tracing(), techniques)
@@ -133,6 +141,7 @@ def probed_in_turn(folder: Path, found: Inspection, sampler: str = "cost-model")
     runner = Noting()
     made = make_search(folder, runner, sampler=sampler, num_trials=3, inspection=found)
     made.tracing = Tracing(runner, made.history.space.tracing, "cpu", None, max_s=60.0)
+    made.cost_model = CostModel(lambda: made.tracing.traces, outside_bytes=200 * MIB)
     measure_baseline(made)
     explore(made, made.proposer())
     return runner.noted
@@ -159,7 +168,7 @@ def test_where_the_baseline_does_not_fit_the_fastest_that_may_fit_is_traced_befo
     too_large = techniques.complete({"batch_size": 24}, global_batch=96)
     baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection(baseline=too_large.as_dict()))
     assert baseline == too_large
-    assert isinstance(second, Config) and second["amp"] == "bf16"
+    assert isinstance(second, Config) and (second["amp"], second["optimizer_impl"]) == ("bf16", "fused")
     assert own == ALL.needed_by([too_large, second], techniques).labels()
     assert isinstance(others, list) and {*others} == {*ALL.labels()} - {*own} != set()
 
