@@ -257,13 +257,15 @@ def live_table(found: Sequence[Live], budget: str, imports_s: Mapping[str, float
         answered = [one for one in found if not one.peers[tool].died]
         middle_s = median(one.peers[tool].wall_s for one in answered)
         near_s = median(one.anytime.near_s for one in answered)
+        later_s = median(one.anytime.near_s - one.peers[tool].wall_s for one in answered)
         alone = sum(one.is_soon(tool) for one in answered)
         imported = sum(one.is_soon(tool, imports_s[tool]) for one in answered)
         yield ""
+        when = f"{abs(later_s):.1f} s {'earlier' if later_s < 0 else 'later'}"
         yield (
             f"{tool} answered {len(answered)} of {len(found)}, after {middle_s:.1f} s in the median (autotune on the same: "
-            f"{near_s:.1f} s); autotune's answer came at most {ALLOWED_S:.0f} s after {alone} of them, and after {imported} where the "
-            f"{imports_s[tool]:.1f} s of its import count as autotune's do."
+            f"{near_s:.1f} s). Task by task autotune's answer came {when} in the median; it came at most {ALLOWED_S:.0f} s after {alone} "
+            f"of them, and after {imported} where the {imports_s[tool]:.1f} s of its import count as autotune's do."
         )
 
 
