@@ -19,6 +19,7 @@ from autotune.devices import Device
 from autotune.group import Together, gather
 from autotune.probe.leaks import kept
 from autotune.probe.observers.base import Observers, Taken
+from autotune.probe.observers.memory_growth import Held, growth_per_shape
 from autotune.probe.passes import MicroBatches
 from autotune.probe.shapes import Shapes
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
@@ -26,7 +27,7 @@ from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, 
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
-from autotune.task.batches import StepBatch
+from autotune.task.batches import StepBatch, split
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
@@ -36,6 +37,10 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
+PARTS, PARTS_S = (
+    15,
+    1.0,
+)  # of further batches: how many are trained, in so many seconds, where too few batches were to see memory grow
 LOOK_S = 0.5  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 
@@ -139,8 +144,11 @@ class Run:
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so leaks are not looked for where a few more steps might not end in time
         alone = self.session.world.size == 1  # if the search for leaks failed in one process, the others would wait
+        may_go_on = alone and self._spent_s <= self.settings.timeout_s / 2
+        if may_go_on and measured.growth_bytes_per_shape is None and not self.session.task.takes_whole_steps:
+            measured = replace(measured, growth_bytes_per_shape=self._growth_in_parts())
         grows = measured.growth_bytes_per_step or measured.growth_bytes_per_shape
-        if alone and grows and self._spent_s <= self.settings.timeout_s / 2:
+        if may_go_on and grows:
             with contextlib.suppress(Exception):  # memory may run out, say
                 measured = replace(measured, leaks=kept(self._take_micro_step))
         # a leak is in every config, and has no end
@@ -148,18 +156,38 @@ class Run:
         is_leak = bool(measured.leaks) and measured.growth_bytes_per_step <= 2 * leaked_bytes
         if is_leak:
             return replace(measured, growth_bytes_per_shape=0.0)
-        return self._with_long_run(measured) if measured.growth_bytes_per_shape else measured
+        per_shape = measured.growth_bytes_per_shape
+        num_left = self._num_shapes_left(measured.num_shapes) if per_shape else 0.0
+        return replace(measured, long_run_growth_bytes=round(num_left * (per_shape or 0.0)))
 
-    def _with_long_run(self, measured: Measurement) -> Measurement:
-        """The measurement where each shape that is yet to come takes memory. More batches are loaded for their shapes alone."""
+    def _growth_in_parts(self) -> float | None:
+        """Bytes by which memory grows with each new shape, where a part of each further batch is trained, which has its lengths.
+
+        Parts need less than whole batches did, so what grows is not the heap. None where that cannot be told.
+        """
+        size, micro_s = self.session.config.batch_size, self._typical().micro_s
+        part_size = max(1, min(size, int(size * PARTS_S / (PARTS * micro_s))))
+        shapes, held, ends_s = Shapes(), list[Held](), time.perf_counter() + 2 * PARTS_S
+        with contextlib.suppress(Exception):  # only the user's code can cut a batch, or its dataset ends
+            for number, (micro, _) in enumerate(islice(self._micro_batches, PARTS), start=1):
+                parts = split(micro, self.session.task.cuts(), part_size)
+                shapes.note(parts[0])
+                self._accumulate(StepBatch([(parts[0], parts.sizes[0])]))
+                self._clear_gradients()
+                held.append(Held(number, shapes.num_seen, self.device.current_bytes()))
+                if time.perf_counter() > ends_s:
+                    break
+        return growth_per_shape(held)
+
+    def _num_shapes_left(self, num_trained: int) -> float:
+        """How many shapes are yet to come, beside those that were trained. More batches are loaded for their shapes alone."""
         ends_s = time.perf_counter() + LOOK_S
         with contextlib.suppress(Exception):  # the user's dataset may end or fail
             for micro, _ in islice(self._micro_batches, MOST_LOOKED_AT):
                 self._shapes.note(micro)
                 if time.perf_counter() > ends_s:
                     break
-        num_left = self._shapes.num_expected() - measured.num_shapes
-        return replace(measured, long_run_growth_bytes=round(num_left * measured.growth_bytes_per_shape))
+        return self._shapes.num_expected() - num_trained
 
     def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
         """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.

@@ -23,7 +23,7 @@ PAGES_BYTES = MIB // 4  # smaller steps of a heap are no new kernels
 STEPWISE = 0.3  # share of the increments that have to be positive for a trend: one wide batch alone makes none
 GIVEN_BACK = 0.25  # of what was taken: an allocator gives back nearly all, a cache nothing
 MOST_POINTS = 100  # all pairs of them are looked at
-FEWEST_SHAPES = 3  # a pass's last batch may have one of its own
+FEWEST_SHAPES = 2
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class MemoryGrowth(Observer):
 
         On a device with memory of its own an allocator holds more than is in use, so what is in use says nothing of its peak.
         """
-        grows_with_shapes = measured.num_shapes >= FEWEST_SHAPES and not device.capabilities.own_memory
+        may_grow = measured.num_shapes >= FEWEST_SHAPES and not device.capabilities.own_memory
         return replace(
             measured,
             growth_bytes_per_step=growth_per_step(self._held),
-            growth_bytes_per_shape=growth_per_shape(self._held) if grows_with_shapes else 0.0,
+            growth_bytes_per_shape=growth_per_shape(self._held) if may_grow else 0.0,
         )
 
 
@@ -87,8 +87,8 @@ def growth_per_step(held: Sequence[Held]) -> float:
     return growth if is_steady and growth * (settled[-1].num_steps - settled[0].num_steps) >= LEAK_BYTES else 0.0
 
 
-def growth_per_shape(held: Sequence[Held]) -> float:
-    """Bytes by which memory grows with each new shape of a batch; 0 unless it clearly grows to the end.
+def growth_per_shape(held: Sequence[Held]) -> float | None:
+    """Bytes by which memory grows with each new shape of a batch; 0 unless it clearly grows to the end, None where that cannot be told.
 
     Libraries cache something for each shape. (oneDNN's kernels took 18 to 26 MiB for each length of a batch in a tagger in bf16, and
     11 MiB in a recognizer of speech in fp32; the tagger in fp32 kept nothing.)
@@ -101,7 +101,9 @@ def growth_per_shape(held: Sequence[Held]) -> float:
     count, increments = len(settled), [after.num_bytes - before.num_bytes for before, after in pairwise(settled)]
     growing = sum(grown > PAGES_BYTES for grown in increments)
     taken, given_back = sum(max(0, grown) for grown in increments), sum(max(0, -grown) for grown in increments)
-    if len(increments) < FEWEST_INCREMENTS or growing < STEPWISE * len(increments) or given_back > GIVEN_BACK * taken:
+    if len(increments) < FEWEST_INCREMENTS:
+        return None
+    if growing < STEPWISE * len(increments) or given_back > GIVEN_BACK * taken:
         return 0.0
     pairs = [(before.num_bytes, after.num_bytes) for before, after in combinations(settled, 2)]
     signs = sum((after > before) - (after < before) for before, after in pairs)
