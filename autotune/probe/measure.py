@@ -18,10 +18,9 @@ import torch
 from autotune.devices import Device
 from autotune.group import Together, gather
 from autotune.probe.leaks import kept
-from autotune.probe.observers.base import Observers, Taken
-from autotune.probe.observers.memory_growth import Held, growth_per_shape
+from autotune.probe.observers.base import Observers
 from autotune.probe.passes import MicroBatches
-from autotune.probe.shapes import Shapes
+from autotune.probe.shapes import Held, Shapes, growth_per_shape, growth_where_it_grows
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import ProbeSettings
@@ -37,11 +36,11 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
-PARTS, PARTS_S = (
-    15,
-    1.0,
-)  # of further batches: how many are trained, in so many seconds, where too few batches were to see memory grow
-LOOK_S = 0.5  # for the shapes of batches that are yet to come
+PARTS = 15  # of further batches that are trained where too few whole ones were to see memory grow
+PARTS_S = 1.0  # for all of them
+# of further batches: how many are trained, in so many seconds, where too few batches were to see memory grow
+FEWEST_SHAPES = 2
+LOOK_S = 1.0  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 
 
@@ -90,6 +89,7 @@ class Run:
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = MicroBatches(self.session)
         self._shapes = Shapes()
+        self._held: list[Held] = []
         self._graph_breaks_before = num_graph_breaks()
         config, world = self.session.config, self.session.world
         samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
@@ -142,42 +142,56 @@ class Run:
             places=self.session.places,
         )
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
-        # a time-out would lose the measurement, so leaks are not looked for where a few more steps might not end in time
-        alone = self.session.world.size == 1  # if the search for leaks failed in one process, the others would wait
+        # a time-out would lose the measurement, so memory is not looked into where a few more steps might not end in time
+        alone = self.session.world.size == 1  # if that failed in one process, the others would wait
         may_go_on = alone and self._spent_s <= self.settings.timeout_s / 2
-        if may_go_on and measured.growth_bytes_per_shape is None and not self.session.task.takes_whole_steps:
-            measured = replace(measured, growth_bytes_per_shape=self._growth_in_parts())
-        grows = measured.growth_bytes_per_step or measured.growth_bytes_per_shape
-        if may_go_on and grows:
+        per_shape = self._growth_per_shape(may_go_on=may_go_on)
+        if may_go_on and (measured.growth_bytes_per_step or per_shape):
             with contextlib.suppress(Exception):  # memory may run out, say
                 measured = replace(measured, leaks=kept(self._take_micro_step))
         # a leak is in every config, and has no end
         leaked_bytes = sum(one.num_bytes for one in measured.leaks) * self.session.config.accumulation_steps
         is_leak = bool(measured.leaks) and measured.growth_bytes_per_step <= 2 * leaked_bytes
-        if is_leak:
-            return replace(measured, growth_bytes_per_shape=0.0)
-        per_shape = measured.growth_bytes_per_shape
-        num_left = self._num_shapes_left(measured.num_shapes) if per_shape else 0.0
-        return replace(measured, long_run_growth_bytes=round(num_left * (per_shape or 0.0)))
+        if is_leak or not per_shape:
+            return measured
+        later_bytes = self._num_shapes_left(measured.num_shapes) * per_shape
+        return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=round(later_bytes))
 
-    def _growth_in_parts(self) -> float | None:
-        """Bytes by which memory grows with each new shape, where a part of each further batch is trained, which has its lengths.
+    def _growth_per_shape(self, *, may_go_on: bool) -> float:
+        """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
 
-        Parts need less than whole batches did, so what grows is not the heap. None where that cannot be told.
+        Where the batches were too few to tell, parts of further ones are trained, which have their lengths. Parts need less memory than
+        whole batches did, so where it grows with them, that is no heap that widens. How much whole batches take for each shape, only
+        they tell: parts take less.
+
+        Args:
+            may_go_on: whether there is time to train these.
         """
+        if self._shapes.num_seen < FEWEST_SHAPES or self.device.capabilities.own_memory:
+            return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
+        if (found := growth_per_shape(self._held)) is not None:
+            return found
+        # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
+        if not may_go_on or self.settings.known_peak_bytes or self.session.task.takes_whole_steps:
+            return 0.0
+        with_parts = growth_per_shape(self._train_parts()) or 0.0
+        return max(with_parts, growth_where_it_grows(self._held)) if with_parts else 0.0
+
+    def _train_parts(self) -> list[Held]:
+        """What is held after a part of each of some further micro batches was trained."""
         size, micro_s = self.session.config.batch_size, self._typical().micro_s
         part_size = max(1, min(size, int(size * PARTS_S / (PARTS * micro_s))))
         shapes, held, ends_s = Shapes(), list[Held](), time.perf_counter() + 2 * PARTS_S
         with contextlib.suppress(Exception):  # only the user's code can cut a batch, or its dataset ends
-            for number, (micro, _) in enumerate(islice(self._micro_batches, PARTS), start=1):
+            for micro, _ in islice(self._micro_batches, PARTS):
                 parts = split(micro, self.session.task.cuts(), part_size)
                 shapes.note(parts[0])
                 self._accumulate(StepBatch([(parts[0], parts.sizes[0])]))
                 self._clear_gradients()
-                held.append(Held(number, shapes.num_seen, self.device.current_bytes()))
+                held.append(Held(shapes.num_seen, self.device.current_bytes()))
                 if time.perf_counter() > ends_s:
                     break
-        return growth_per_shape(held)
+        return held
 
     def _num_shapes_left(self, num_trained: int) -> float:
         """How many shapes are yet to come, beside those that were trained. More batches are loaded for their shapes alone."""
@@ -238,7 +252,7 @@ class Run:
         if missing > 0:
             while missing > 0 and self.reporter.train_s - cycle_started_s < MAX_CYCLE_S:
                 micro_s = self._clock(lambda: self._accumulate_part(self._take(1)), 1)
-                self._observers.sample_warmup(self._taken)
+                self._observe(self._observers.sample_warmup)
                 self._settled_micro_s.append(micro_s)
                 missing -= 1
             self._clock(self._update)
@@ -266,15 +280,15 @@ class Run:
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
             self._require_finite_gradients()
         update_s = self._clock(self._update)
-        self._observers.sample_warmup(self._taken)
+        self._observe(self._observers.sample_warmup)
         compiled = self._together.largest(num_graphs() - known) > 0
         self.warm_steps.append(WarmStep(accumulated_s / len(batch), update_s, compiled, len(batch), is_typical))
         return accumulated_s + update_s if compiled else 0.0
 
-    @property
-    def _taken(self) -> Taken:
-        num_steps = self.reporter.num_micro_steps / self.session.config.accumulation_steps
-        return Taken(num_steps=num_steps, num_shapes=self._shapes.num_seen)
+    def _observe(self, look: Callable[[float], None]) -> None:
+        """Note how much memory is held now, and let the observers look: a micro batch is a share of a step."""
+        self._held.append(Held(self._shapes.num_seen, self.device.current_bytes()))
+        look(self.reporter.num_micro_steps / self.session.config.accumulation_steps)
 
     @property
     def _later(self) -> list[WarmStep]:
@@ -373,7 +387,7 @@ class Run:
                 )
                 num_whole += count
             self._require_finite_loss(self.num_steps)
-            self._observers.sample(self._taken)
+            self._observe(self._observers.sample)
             is_done = self._timing.is_done(num_whole, self._spent_s)
         self._observers.end()
         return phases

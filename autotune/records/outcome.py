@@ -92,8 +92,7 @@ class Measurement:
     num_shapes: int = 0  # different shapes of the micro batches; 0 where they were not seen
     # when clearly above zero: a leak in the user's code, or what libraries cache for each shape
     growth_bytes_per_step: float = 0.0
-    # where shapes differ and memory clearly grows to the end; 0 for a leak, None where too few steps were seen to tell
-    growth_bytes_per_shape: float | None = 0.0
+    growth_bytes_per_shape: float = 0.0  # where shapes differ and memory clearly grows to the end; 0 for a leak
     long_run_growth_bytes: int = 0  # further growth of the peak, for all shapes that are yet to come
     leaks: tuple[Kept, ...] = ()  # what is kept where memory grows: first what Python objects hold; the largest first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from autotune.devices import Device, capabilities_of, device_named
 from autotune.errors import DeviceError
 from autotune.lazy import torch
-from autotune.probe.observers.base import Observers, Taken
+from autotune.probe.observers.base import Observers
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
 from autotune.probe.waiting import NUM_TOLD, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import Config, ProbeSettings, World
@@ -119,10 +119,10 @@ class Watch:
         self._reporter.trained(step_s, count * self._config.accumulation_steps, tells_speed=not is_first)
         if timing:
             self._timing.blocks.add(count * self._samples / step_s, step_s)
-            self._observers.sample(Taken(num_steps=self._num_steps))
+            self._observers.sample(self._num_steps)
         elif not is_first:
             self._steps_s.append(step_s)
-            self._observers.sample_warmup(Taken(num_steps=self._num_steps))
+            self._observers.sample_warmup(self._num_steps)
         self._decide(timing=timing)
         self._look_for_launcher()
         self._last_s, self._in_block = time.perf_counter(), 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.devices.cuda import CudaDevice
 from autotune.prediction.traces import Traces
-from autotune.probe.observers.base import Observers, Taken
+from autotune.probe.observers.base import Observers
 from autotune.records.config import ALONE, Config, ProbeSettings
 from autotune.records.device import NOT_MEASURED, Slot
 from autotune.records.inspection import BatchSupport, TaskFacts
@@ -58,7 +58,7 @@ def train(
         observers = Observers(device, ALONE)
         observers.start()
         for number in range(6):
-            observers.sample(Taken(num_steps=number))
+            observers.sample(number)
         observers.end()
         for key in activations:
             machine.process.free(key)

@@ -1,13 +1,11 @@
-import random
 import time
 from dataclasses import replace
 
 import pytest
 
-from autotune.devices.base import Capabilities
 from autotune.devices.cpu import CpuDevice
-from autotune.probe.observers.base import Observer, Observers, Taken, kinds
-from autotune.probe.observers.memory_growth import Held, growth_per_shape, growth_per_step
+from autotune.probe.observers.base import Observer, Observers, kinds
+from autotune.probe.observers.memory_growth import growth_per_step
 from autotune.records.config import ALONE, World
 from autotune.techniques import find_techniques
 from tests.closed_form import measurement
@@ -46,18 +44,12 @@ class Told(CpuDevice):
         return 2**30 + self.block * self.grows_bytes
 
 
-class Own(Told):
-    """One with memory of its own."""
-
-    capabilities = Capabilities(own_memory=True)
-
-
 def observed(device, world=ALONE, num_blocks=6, block_s=0.0):
     observers = Observers(device, world)
     observers.start()
     for step in range(num_blocks):
         time.sleep(block_s)
-        observers.sample(Taken(num_steps=step))
+        observers.sample(step)
     observers.end()
     return observers.stop(MEASURED)
 
@@ -100,28 +92,21 @@ def test_growth_is_looked_for_from_the_warm_up_on_and_a_micro_batch_is_a_share_o
     observers = Observers(device, ALONE)
     for micro_batch in range(1, 11):
         device.block += 1
-        observers.sample_warmup(Taken(num_steps=micro_batch / 8))
+        observers.sample_warmup(micro_batch / 8)
     observers.start()
     assert observers.stop(MEASURED).growth_bytes_per_step == pytest.approx(8 * 3 * MIB)
 
 
 def held(num_steps, total_bytes):
-    """What is held after each step, where each step's batch has a new shape."""
-    return [Held(step, step, 2**30 + round(total_bytes(step))) for step in range(1, num_steps + 1)]
-
-
-def met(lengths, total_bytes):
-    """What is held after batches of such lengths, where it depends on those that occurred."""
-    for step in range(1, len(lengths) + 1):
-        so_far = lengths[:step]
-        yield Held(step, len(set(so_far)), 2**30 + round(total_bytes(so_far)))
+    """What is held after each step."""
+    return [(step, 2**30 + round(total_bytes(step))) for step in range(1, num_steps + 1)]
 
 
 def test_one_wide_batch_makes_no_growth():
     def once(step):
         return 100 * MIB * (step > 10)
 
-    assert growth_per_step(held(16, once)) == 0 == growth_per_shape(held(16, once))
+    assert growth_per_step(held(16, once)) == 0
 
 
 def test_the_wide_batches_of_a_cycle_do_not_count_as_the_growth_of_a_step():
@@ -129,55 +114,6 @@ def test_the_wide_batches_of_a_cycle_do_not_count_as_the_growth_of_a_step():
         return 2 * MIB * step + 300 * MIB * (step > 8)
 
     assert growth_per_step(held(12, with_a_leap)) == pytest.approx(2 * MIB)
-
-
-@pytest.mark.parametrize("num_batches", [12, 30, 2000])
-def test_what_is_cached_for_each_new_shape_is_told_however_many_batches_have_an_old_one(num_batches):
-    draw = random.Random(0)
-    lengths = [draw.randrange(3 * num_batches) for _ in range(num_batches)]
-    found = growth_per_shape([*met(lengths, lambda so_far: 20 * MIB * len(set(so_far)))])
-    assert found == pytest.approx(20 * MIB, rel=0.01)
-
-
-def test_what_an_allocator_takes_and_gives_back_is_no_growth():
-    draw = random.Random(0)
-    found = [growth_per_shape(held(14, lambda step: draw.uniform(0, 200) * MIB)) for _ in range(300)]
-    assert sum(map(bool, found)) <= 6
-
-
-def test_growth_that_has_ended_is_not_extrapolated():
-    for num_steps in (15, 30, 60):
-        ended = held(num_steps, lambda step, last=0.7 * num_steps: 20 * MIB * min(step, last))
-        assert growth_per_shape(ended) == 0
-
-
-def test_what_wider_and_wider_batches_take_is_seldom_growth():
-    draw = random.Random(0)
-
-    def widest():
-        so_far = 0.0
-        for step in range(1, 16):
-            so_far = max(so_far, draw.gauss(0, 50))
-            yield Held(step, step, 2**30 + round(so_far * MIB))
-
-    assert sum(bool(growth_per_shape([*widest()])) for _ in range(300)) <= 15
-
-
-def test_growth_by_shape_is_told_only_where_batches_differ_in_shape_and_memory_is_the_hosts():
-    def growth_of(device, num_shapes):
-        observers = Observers(device, ALONE)
-        for step in range(1, 13):
-            device.block += 1
-            observers.sample_warmup(Taken(num_steps=step, num_shapes=min(step, num_shapes)))
-        return observers.stop(replace(MEASURED, num_shapes=num_shapes)).growth_bytes_per_shape
-
-    assert growth_of(Told(grows_bytes=50 * MIB), 12) == 50 * MIB
-    assert growth_of(Told(grows_bytes=50 * MIB), 2) == 0
-    assert growth_of(Own(grows_bytes=50 * MIB), 12) == 0
-
-
-def test_too_few_steps_tell_no_growth():
-    assert growth_per_shape([]) is None is growth_per_shape(held(6, lambda step: step * 50 * MIB))
 
 
 def test_the_energy_of_a_sample_is_the_power_over_the_throughput():

@@ -3,7 +3,8 @@ import random
 import pytest
 import torch
 
-from autotune.probe.shapes import Shapes
+from autotune.probe.shapes import Held, Shapes, growth_per_shape, growth_where_it_grows
+from autotune.units import MIB
 
 
 def drawn(num_lengths, num_batches, seed=0):
@@ -32,3 +33,57 @@ def test_how_many_shapes_there_are_is_estimated_from_those_seen_once_and_twice(n
     found = [drawn(100, num_batches, seed) for seed in range(20)]
     assert sum(one.num_expected() for one in found) / len(found) == pytest.approx(100, rel=0.15)
     assert all(one.num_seen <= one.num_expected() for one in found)
+
+
+def held(num_steps, total_bytes):
+    """What is held after each step, where each step's batch has a new shape."""
+    return [Held(step, 2**30 + round(total_bytes(step))) for step in range(1, num_steps + 1)]
+
+
+def met(lengths, total_bytes):
+    """What is held after batches of such lengths, where it depends on those that occurred."""
+    for step in range(1, len(lengths) + 1):
+        so_far = lengths[:step]
+        yield Held(len(set(so_far)), 2**30 + round(total_bytes(so_far)))
+
+
+def test_one_wide_batch_makes_no_growth():
+    assert growth_per_shape(held(16, lambda step: 100 * MIB * (step > 10))) == 0
+
+
+@pytest.mark.parametrize("num_batches", [12, 30, 2000])
+def test_what_is_cached_for_each_new_shape_is_told_however_many_batches_have_an_old_one(num_batches):
+    draw = random.Random(0)
+    lengths = [draw.randrange(3 * num_batches) for _ in range(num_batches)]
+    found = growth_per_shape([*met(lengths, lambda so_far: 20 * MIB * len(set(so_far)))])
+    assert found == pytest.approx(20 * MIB, rel=0.01)
+
+
+def test_what_an_allocator_takes_and_gives_back_is_no_growth():
+    draw = random.Random(0)
+    found = [growth_per_shape(held(14, lambda step: draw.uniform(0, 200) * MIB)) for _ in range(300)]
+    assert sum(map(bool, found)) <= 6
+
+
+def test_growth_that_has_ended_is_not_extrapolated():
+    for num_steps in (15, 30, 60):
+        ended = held(num_steps, lambda step, last=0.7 * num_steps: 20 * MIB * min(step, last))
+        assert growth_per_shape(ended) == 0
+
+
+def test_what_wider_and_wider_batches_take_is_seldom_growth():
+    draw = random.Random(0)
+
+    def widest():
+        so_far = 0.0
+        for step in range(1, 16):
+            so_far = max(so_far, draw.gauss(0, 50))
+            yield Held(step, 2**30 + round(so_far * MIB))
+
+    assert sum(bool(growth_per_shape([*widest()])) for _ in range(300)) <= 15
+
+
+def test_too_few_batches_tell_no_growth_unless_it_is_known_to_be_one():
+    assert growth_per_shape([]) is None is growth_per_shape(held(6, lambda step: step * 50 * MIB))
+    assert growth_where_it_grows(held(4, lambda step: step * 50 * MIB)) == 50 * MIB
+    assert growth_where_it_grows([]) == 0 == growth_where_it_grows([Held(1, 5), Held(1, 9)])

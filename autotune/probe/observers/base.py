@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
@@ -13,19 +12,6 @@ from autotune.records.config import World
 from autotune.records.outcome import Measurement
 
 GROUP = "autotune.observers"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What was trained so far, warm-up included.
-
-    Attributes:
-        num_steps: optimizer steps. A micro batch is a share of one: a probe of a config that accumulates takes shorter steps.
-        num_shapes: different shapes of the micro batches; 0 where they are not seen.
-    """
-
-    num_steps: float
-    num_shapes: int = 0
 
 
 class Observer(ABC):
@@ -42,7 +28,7 @@ class Observer(ABC):
             def start(self, device: Device) -> None:
                 self._first_c = self._most_c = device.telemetry().values.get("temperature_c", 0.0)
 
-            def sample(self, device: Device, taken: Taken) -> None:
+            def sample(self, device: Device, num_steps: float) -> None:
                 self._most_c = max(self._most_c, device.telemetry().values.get("temperature_c", 0.0))
 
             def stop(self, device: Device, measured: Measurement) -> Measurement:
@@ -61,14 +47,23 @@ class Observer(ABC):
     name: ClassVar[str]
     sees_others: ClassVar[bool] = False
 
-    def sample_warmup(self, device: Device, taken: Taken) -> None:  # noqa: B027 (nothing, for most)
-        """Look, after a step of the warm-up."""
+    def sample_warmup(self, device: Device, num_steps: float) -> None:  # noqa: B027 (nothing, for most)
+        """Look, after a step of the warm-up.
+
+        Args:
+            num_steps: as in `sample`.
+        """
 
     def start(self, device: Device) -> None:  # noqa: B027
         """Begin to watch: the first block is about to be timed."""
 
-    def sample(self, device: Device, taken: Taken) -> None:  # noqa: B027
-        """Look, after a timed block."""
+    def sample(self, device: Device, num_steps: float) -> None:  # noqa: B027
+        """Look, after a timed block.
+
+        Args:
+            num_steps: optimizer steps that were taken so far, warm-up included. A micro batch is a share of one: a probe of a config
+                that accumulates takes shorter steps.
+        """
 
     def end(self, device: Device) -> None:  # noqa: B027
         """Look for the last time: the last block was timed, and what follows is not."""
@@ -85,10 +80,10 @@ class Observers:
         self._device = device
         self._all = [kind() for kind in kinds() if world.size == 1 or not kind.sees_others]
 
-    def sample_warmup(self, taken: Taken) -> None:
+    def sample_warmup(self, num_steps: float) -> None:
         """A step of the warm-up was taken."""
         for observer in self._all:
-            observer.sample_warmup(self._device, taken)
+            observer.sample_warmup(self._device, num_steps)
 
     def start(self) -> None:
         """Timing begins."""
@@ -96,10 +91,10 @@ class Observers:
         for observer in self._all:
             observer.start(self._device)
 
-    def sample(self, taken: Taken) -> None:
+    def sample(self, num_steps: float) -> None:
         """A block was timed."""
         for observer in self._all:
-            observer.sample(self._device, taken)
+            observer.sample(self._device, num_steps)
 
     def end(self) -> None:
         """Timing is over."""

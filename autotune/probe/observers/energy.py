@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from autotune.devices import Device
-from autotune.probe.observers.base import Observer, Taken
+from autotune.probe.observers.base import Observer
 from autotune.records.energy import Counted
 from autotune.records.outcome import Measurement
 from autotune.units import format_seconds
@@ -25,7 +25,7 @@ class Energy(Observer):
         """Note when counting began."""
         self._began_s = time.monotonic()
 
-    def sample(self, device: Device, taken: Taken) -> None:
+    def sample(self, device: Device, num_steps: float) -> None:
         """Read the counters, before one goes round twice."""
         device.energy_j()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autotune.devices import Device
 from autotune.devices.linux import DISTURBED
-from autotune.probe.observers.base import Observer, Taken
+from autotune.probe.observers.base import Observer
 from autotune.records.outcome import THROTTLED, Measurement
 
 
@@ -19,7 +19,7 @@ class Throttling(Observer):
     def __init__(self) -> None:
         self._seen: Counter[str] = Counter()
 
-    def sample(self, device: Device, taken: Taken) -> None:
+    def sample(self, device: Device, num_steps: float) -> None:
         """Count the reasons that hold now."""
         self._seen.update(device.slowdowns())
 
