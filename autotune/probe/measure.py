@@ -20,13 +20,13 @@ from autotune.group import Together, gather
 from autotune.probe.leaks import kept
 from autotune.probe.observers.base import Observers
 from autotune.probe.passes import MicroBatches
-from autotune.probe.shapes import Held, Shapes, growth_per_shape, growth_where_it_grows
+from autotune.probe.shapes import MANY_INCREMENTS, Held, Shapes, growth_per_shape, growth_where_it_grows
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
-from autotune.task.batches import StepBatch, split
+from autotune.task.batches import CannotCutError, StepBatch, split
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
@@ -36,11 +36,10 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
-PARTS = 15  # of further batches that are trained where too few whole ones were to see memory grow
-PARTS_S = 1.0  # for all of them
+PARTS = 10  # of further batches that are trained where too few whole ones were to see memory grow
+PARTS_S = 0.5  # for all of them
 # of further batches: how many are trained, in so many seconds, where too few batches were to see memory grow
-FEWEST_SHAPES = 2
-LOOK_S = 1.0  # for the shapes of batches that are yet to come
+LOOK_S = 0.5  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 
 
@@ -144,11 +143,13 @@ class Run:
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so memory is not looked into where a few more steps might not end in time
         alone = self.session.world.size == 1  # if that failed in one process, the others would wait
-        may_go_on = alone and self._spent_s <= self.settings.timeout_s / 2
-        per_shape = self._growth_per_shape(may_go_on=may_go_on)
-        if may_go_on and (measured.growth_bytes_per_step or per_shape):
+        if not alone or self._spent_s > self.settings.timeout_s / 2:
+            return measured
+        per_shape = self._growth_per_shape()
+        if measured.growth_bytes_per_step or per_shape:
+            step = self._take_micro_step if measured.growth_bytes_per_step else self._train_part
             with contextlib.suppress(Exception):  # memory may run out, say
-                measured = replace(measured, leaks=kept(self._take_micro_step))
+                measured = replace(measured, leaks=kept(step))
         # a leak is in every config, and has no end
         leaked_bytes = sum(one.num_bytes for one in measured.leaks) * self.session.config.accumulation_steps
         is_leak = bool(measured.leaks) and measured.growth_bytes_per_step <= 2 * leaked_bytes
@@ -157,41 +158,60 @@ class Run:
         later_bytes = self._num_shapes_left(measured.num_shapes) * per_shape
         return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=round(later_bytes))
 
-    def _growth_per_shape(self, *, may_go_on: bool) -> float:
+    def _growth_per_shape(self) -> float:
         """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
 
         Where the batches were too few to tell, parts of further ones are trained, which have their lengths. Parts need less memory than
         whole batches did, so where it grows with them, that is no heap that widens. How much whole batches take for each shape, only
         they tell: parts take less.
-
-        Args:
-            may_go_on: whether there is time to train these.
         """
-        if self._shapes.num_seen < FEWEST_SHAPES or self.device.capabilities.own_memory:
+        if not self._shapes.differ or self.device.capabilities.own_memory:
             return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
-        if (found := growth_per_shape(self._held)) is not None:
+        if (found := growth_per_shape(self._held, MANY_INCREMENTS)) is not None:
             return found
         # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
-        if not may_go_on or self.settings.known_peak_bytes or self.session.task.takes_whole_steps:
+        if self.settings.known_peak_bytes or self.session.task.takes_whole_steps:
             return 0.0
         with_parts = growth_per_shape(self._train_parts()) or 0.0
-        return max(with_parts, growth_where_it_grows(self._held)) if with_parts else 0.0
+        if not with_parts or self._part_size == self.session.config.batch_size:
+            return with_parts
+        return max(with_parts, growth_where_it_grows(self._held))
 
     def _train_parts(self) -> list[Held]:
-        """What is held after a part of each of some further micro batches was trained."""
-        size, micro_s = self.session.config.batch_size, self._typical().micro_s
-        part_size = max(1, min(size, int(size * PARTS_S / (PARTS * micro_s))))
-        shapes, held, ends_s = Shapes(), list[Held](), time.perf_counter() + 2 * PARTS_S
+        """What is held after each part of a further micro batch that has a new shape."""
+        shapes = self._shapes if self._part_size == self.session.config.batch_size else Shapes()
+        held, ends_s = list[Held](), time.perf_counter() + 2 * PARTS_S
         with contextlib.suppress(Exception):  # only the user's code can cut a batch, or its dataset ends
-            for micro, _ in islice(self._micro_batches, PARTS):
-                parts = split(micro, self.session.task.cuts(), part_size)
-                shapes.note(parts[0])
-                self._accumulate(StepBatch([(parts[0], parts.sizes[0])]))
-                self._clear_gradients()
-                held.append(Held(shapes.num_seen, self.device.current_bytes()))
-                if time.perf_counter() > ends_s:
-                    break
+            while len(held) < PARTS and time.perf_counter() < ends_s:
+                part = self._next_part()
+                if shapes.note(part[0]):
+                    self._accumulate(part)
+                    self._clear_gradients()
+                    held.append(Held(shapes.num_seen, self.device.current_bytes()))
         return held
+
+    @property
+    def _part_size(self) -> int:
+        """Samples of a micro batch, so many that `PARTS` such parts take `PARTS_S`."""
+        size = self.session.config.batch_size
+        return max(1, min(size, int(size * PARTS_S / (PARTS * self._typical().micro_s))))
+
+    def _next_part(self) -> StepBatch:
+        """The first samples of the next micro batch."""
+        micro, size = next(self._micro_batches)
+        if self._part_size == size:
+            return StepBatch([(micro, size)])
+        parts = split(micro, self.session.task.cuts(), self._part_size)
+        return StepBatch([(parts[0], parts.sizes[0])])
+
+    def _train_part(self) -> None:
+        """Take a step with a part of a micro batch; with a whole one where it cannot be cut."""
+        try:
+            part = self._next_part()
+        except CannotCutError:
+            part = StepBatch([next(self._micro_batches)])
+        self._accumulate_part(part)
+        self._update()
 
     def _num_shapes_left(self, num_trained: int) -> float:
         """How many shapes are yet to come, beside those that were trained. More batches are loaded for their shapes alone."""
@@ -269,6 +289,7 @@ class Run:
         """The largest micro batch, some times: of the widest samples; one like all others where batches are made."""
         task, size = self.session.task, self.session.config.batch_size
         largest = self._take(1)[0] if task.dataset() is None else task.batch(size)
+        self._shapes.note_chosen(largest)
         return StepBatch([(largest, size)] * count)
 
     def _warm_step(self, batch: StepBatch, *, is_typical: bool = True) -> float:

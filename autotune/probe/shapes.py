@@ -17,9 +17,12 @@ from typing import Any
 from autotune.task.adapters import leaves
 from autotune.units import MIB
 
+Shape = tuple[object, ...]
+
 NUM_LEAVES = 16  # of a batch: lists of thousands of numbers would take milliseconds
 FEWEST_INCREMENTS = 4  # for a trend: five points that only rise are one sequence in 120
-SURE_Z = 2.2  # of the trend: these five exceed it
+MANY_INCREMENTS = 8  # where a heap that rises and falls may hide it
+SURE_Z = 2.2  # of the trend: five points that only rise exceed it
 PAGES_BYTES = MIB // 4  # smaller steps of a heap are no new kernels
 STEPWISE = 0.3  # share of the increments that have to be positive for a trend: one wide batch alone makes none
 GIVEN_BACK = 0.25  # of what was taken: an allocator gives back nearly all, a cache nothing
@@ -30,11 +33,22 @@ class Shapes:
     """Counts micro batches by their shape: that of each tensor in them."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[object, ...]] = Counter()
+        self._counts: Counter[Shape] = Counter()
+        self._chosen: set[Shape] = set()
 
-    def note(self, micro_batch: Any) -> None:
-        """Count a micro batch. It takes microseconds, as it lies within what is timed."""
-        self._counts[tuple(getattr(part, "shape", None) for part in islice(leaves(micro_batch), NUM_LEAVES))] += 1
+    def note(self, micro_batch: Any) -> bool:
+        """Count a micro batch. Returns whether its shape is new. It takes microseconds, as it lies within what is timed."""
+        self._counts[shape := _shape(micro_batch)] += 1
+        return self._counts[shape] == 1
+
+    def note_chosen(self, micro_batch: Any) -> None:
+        """Take note of a micro batch that was not drawn, so that it says nothing of how often its shape occurs."""
+        self._chosen.add(_shape(micro_batch))
+
+    @property
+    def differ(self) -> bool:
+        """Whether there are several."""
+        return len(self._chosen.union(self._counts)) > 1
 
     @property
     def num_seen(self) -> int:
@@ -53,6 +67,10 @@ class Shapes:
         return self.num_seen + times[1] * (times[1] - 1) / (2 * (times[2] + 1))
 
 
+def _shape(micro_batch: Any) -> Shape:
+    return tuple(getattr(part, "shape", None) for part in islice(leaves(micro_batch), NUM_LEAVES))
+
+
 @dataclass(frozen=True)
 class Held:
     """What the process holds after some micro batches.
@@ -65,16 +83,19 @@ class Held:
     num_bytes: int
 
 
-def growth_per_shape(held: Sequence[Held]) -> float | None:
+def growth_per_shape(held: Sequence[Held], fewest: int = FEWEST_INCREMENTS) -> float | None:
     """Bytes by which memory grows with each new shape; 0 unless it clearly grows to the end, None where too few tell that.
 
     Source: the trend's test is Mann's (Nonparametric tests against trend, Econometrica 13, 1945), its slope Sen's (Estimates of the
     regression coefficient based on Kendall's tau, JASA 63, 1968).
+
+    Args:
+        fewest: increments, after the first ones, that tell it.
     """
     settled = _settled(held)
     settled = settled[:: -math.ceil(len(settled) / MOST_POINTS) or -1][::-1]  # the last one is among them
     count, increments = len(settled), [after.num_bytes - before.num_bytes for before, after in pairwise(settled)]
-    if len(increments) < FEWEST_INCREMENTS:
+    if len(increments) < fewest:
         return None
     growing = sum(grown > PAGES_BYTES for grown in increments)
     taken, given_back = sum(max(0, grown) for grown in increments), sum(max(0, -grown) for grown in increments)
