@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, 
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
-from autotune.task.batches import CannotCutError, StepBatch, split
+from autotune.task.batches import StepBatch
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
@@ -36,10 +37,9 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
-PARTS = 10  # of further batches that are trained where too few whole ones were to see memory grow
-PARTS_S = 0.5  # for all of them
-# of further batches: how many are trained, in so many seconds, where too few batches were to see memory grow
-LOOK_S = 0.5  # for the shapes of batches that are yet to come
+NUM_SMALL = 10  # batches that are trained where too few whole ones were to see memory grow
+SMALL_S = 0.5  # for all of them
+LOOK_S = 1.0  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 
 
@@ -89,6 +89,7 @@ class Run:
         self._micro_batches = MicroBatches(self.session)
         self._shapes = Shapes()
         self._held: list[Held] = []
+        self._drawn = random.Random(self.settings.seed)
         self._graph_breaks_before = num_graph_breaks()
         config, world = self.session.config, self.session.world
         samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
@@ -147,7 +148,7 @@ class Run:
             return measured
         per_shape = self._growth_per_shape()
         if measured.growth_bytes_per_step or per_shape:
-            step = self._take_micro_step if measured.growth_bytes_per_step else self._train_part
+            step = self._take_micro_step if measured.growth_bytes_per_step else self._take_small_step
             with contextlib.suppress(Exception):  # memory may run out, say
                 measured = replace(measured, leaks=kept(step))
         # a leak is in every config, and has no end
@@ -161,9 +162,9 @@ class Run:
     def _growth_per_shape(self) -> float:
         """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
 
-        Where the batches were too few to tell, parts of further ones are trained, which have their lengths. Parts need less memory than
-        whole batches did, so where it grows with them, that is no heap that widens. How much whole batches take for each shape, only
-        they tell: parts take less.
+        Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They need less memory
+        than the others did, so where it grows with them, that is no heap that widens. How much is taken for each shape of large
+        batches, only those tell: small ones take less.
         """
         if not self._shapes.differ or self.device.capabilities.own_memory:
             return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
@@ -172,45 +173,39 @@ class Run:
         # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
         if self.settings.known_peak_bytes or self.session.task.takes_whole_steps:
             return 0.0
-        with_parts = growth_per_shape(self._train_parts()) or 0.0
-        if not with_parts or self._part_size == self.session.config.batch_size:
-            return with_parts
-        return max(with_parts, growth_where_it_grows(self._held))
+        of_small = growth_per_shape(self._train_small_batches()) or 0.0
+        if not of_small or self._small_size == self.session.config.batch_size:
+            return of_small
+        return max(of_small, growth_where_it_grows(self._held))
 
-    def _train_parts(self) -> list[Held]:
-        """What is held after each part of a further micro batch that has a new shape."""
-        shapes = self._shapes if self._part_size == self.session.config.batch_size else Shapes()
-        held, ends_s = list[Held](), time.perf_counter() + 2 * PARTS_S
-        with contextlib.suppress(Exception):  # only the user's code can cut a batch, or its dataset ends
-            while len(held) < PARTS and time.perf_counter() < ends_s:
-                part = self._next_part()
-                if shapes.note(part[0]):
-                    self._accumulate(part)
+    def _train_small_batches(self) -> list[Held]:
+        """What is held after each small batch of a new shape."""
+        shapes = self._shapes if self._small_size == self.session.config.batch_size else Shapes()
+        held, ends_s = list[Held](), time.perf_counter() + 2 * SMALL_S
+        with contextlib.suppress(Exception):  # the user's dataset may fail
+            while len(held) < NUM_SMALL and time.perf_counter() < ends_s:
+                batch = self._small_batch()
+                if shapes.note(batch[0]):
+                    self._accumulate(batch)
                     self._clear_gradients()
                     held.append(Held(shapes.num_seen, self.device.current_bytes()))
         return held
 
     @property
-    def _part_size(self) -> int:
-        """Samples of a micro batch, so many that `PARTS` such parts take `PARTS_S`."""
+    def _small_size(self) -> int:
+        """So many samples that `NUM_SMALL` batches of them take `SMALL_S`; no more than a micro batch has."""
         size = self.session.config.batch_size
-        return max(1, min(size, int(size * PARTS_S / (PARTS * self._typical().micro_s))))
+        return max(1, min(size, int(size * SMALL_S / (NUM_SMALL * self._typical().micro_s))))
 
-    def _next_part(self) -> StepBatch:
-        """The first samples of the next micro batch."""
-        micro, size = next(self._micro_batches)
-        if self._part_size == size:
-            return StepBatch([(micro, size)])
-        parts = split(micro, self.session.task.cuts(), self._part_size)
-        return StepBatch([(parts[0], parts.sizes[0])])
+    def _small_batch(self) -> StepBatch:
+        """Samples drawn at random; a micro batch where their number is not known."""
+        num_samples, size = self.session.task.dataset_size(), self._small_size
+        if num_samples is None or size == self.session.config.batch_size:
+            return StepBatch([next(self._micro_batches)])
+        return StepBatch([(self.session.task.batch_of(self._drawn.sample(range(num_samples), size)), size)])
 
-    def _train_part(self) -> None:
-        """Take a step with a part of a micro batch; with a whole one where it cannot be cut."""
-        try:
-            part = self._next_part()
-        except CannotCutError:
-            part = StepBatch([next(self._micro_batches)])
-        self._accumulate_part(part)
+    def _take_small_step(self) -> None:
+        self._accumulate_part(self._small_batch())
         self._update()
 
     def _num_shapes_left(self, num_trained: int) -> float:

@@ -108,7 +108,10 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
     measured = [outcome.measurement for outcome in answer.outcomes if outcome.measurement]
     # in one process the allocator's ups and downs may look like a leak
     growth = median(one.growth_bytes_per_step for one in measured) if measured else 0.0
-    later = median(one.long_run_growth_bytes for one in measured) if measured else 0.0
+    # a process of the play-off tells it only where it took many micro batches
+    known = answer.search.history.known.get(answer.config)
+    probed = [known.measurement] if known is not None and known.measurement is not None else []
+    later = max((one.long_run_growth_bytes for one in [*measured, *probed]), default=0)
     keeping = [one.kept for one in measured if one.kept]
     kept = keeping[0] if keeping and (growth > 0 or 2 * len(keeping) > len(measured)) else ""
     if growth <= 0 and later <= 0 and not kept:

@@ -275,7 +275,8 @@ def test_the_widest_batch_is_trained_beside_the_optimizers_state(accumulation_st
     run.session.accumulate = recorded
     measured = run.measure(0.0)
     widest = [40] * min(2, accumulation_steps)
-    assert next(has_state for has_state, widths in seen if widths == widest)
+    # a sample that is drawn for the first step may be the widest one by chance
+    assert any(has_state for has_state, widths in seen if widths == widest)
     assert measured.num_steps == run.num_steps
 
 
