@@ -39,6 +39,7 @@ AHEAD_S = 0.25  # batches that were drawn before the seed's order began are take
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 NUM_SMALL = 10  # batches that are trained where too few whole ones were to see memory grow
 SMALL_S = 0.5  # for all of them
+LONGEST_SMALL_S = 2.0  # where they take longer for their size
 LOOK_S = 1.0  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 
@@ -181,7 +182,7 @@ class Run:
     def _train_small_batches(self) -> list[Held]:
         """What is held after each small batch of a new shape."""
         shapes = self._shapes if self._small_size == self.session.config.batch_size else Shapes()
-        held, ends_s = list[Held](), time.perf_counter() + 2 * SMALL_S
+        held, ends_s = list[Held](), time.perf_counter() + LONGEST_SMALL_S
         with contextlib.suppress(Exception):  # the user's dataset may fail
             while len(held) < NUM_SMALL and time.perf_counter() < ends_s:
                 batch = self._small_batch()

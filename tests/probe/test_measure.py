@@ -80,7 +80,7 @@ class Lines(torch.utils.data.Dataset):
         return torch.ones(index % self.num_lengths + 20, 6)
 
 
-def long_run_of(keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_S, max_timed_s=0.5):
+def long_run_of(keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_S, num_steps=20):
     """What a probe tells where `keep` takes note of each batch."""
 
     def training_step(model, batch):
@@ -94,7 +94,7 @@ def long_run_of(keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_
         training_step=training_step,
         collate_fn=lambda lines: nn.utils.rnn.pad_sequence(lines, batch_first=True),
     )
-    found = run_of(task, {"batch_size": batch_size}, max_timed_s=max_timed_s, interval=0.0001).measure(0.0)
+    found = run_of(task, {"batch_size": batch_size}, num_steps=num_steps, interval=0.0001).measure(0.0)
     assert found.num_shapes >= 2
     return found
 
@@ -109,21 +109,22 @@ def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
 
 def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has():
     cached = {}
-    found = long_run_of(
-        lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)), num_lengths=40, max_timed_s=1.5
-    )
+    found = long_run_of(lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)), num_lengths=40)
     num_left = 40 - found.num_shapes
     assert found.long_run_growth_bytes == pytest.approx(num_left * LARGE_BYTES, rel=0.2, abs=1)
 
 
-def test_where_batches_are_few_and_large_parts_of_further_ones_show_what_a_new_shape_takes():
+def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes():
     cached = {}
     found = long_run_of(
-        lambda batch: cached.setdefault(batch.shape[1], bytearray(LARGE_BYTES)), batch_size=8, sample_s=0.05
+        lambda batch: cached.setdefault(batch.shape[1], bytearray(LARGE_BYTES)),
+        batch_size=8,
+        sample_s=0.05,
+        num_steps=2,
     )
     assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
     assert found.long_run_growth_bytes > 100 * 2**20
-    assert not long_run_of(lambda batch: None, batch_size=8, sample_s=0.05).growth_bytes_per_shape
+    assert not long_run_of(lambda batch: None, batch_size=8, sample_s=0.05, num_steps=2).growth_bytes_per_shape
 
 
 def test_a_leak_is_no_cache_and_a_small_one_hides_none():
