@@ -28,6 +28,7 @@ from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
 from autotune.task.batches import StepBatch
+from autotune.task.samples import is_stream
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
@@ -40,6 +41,7 @@ MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 NUM_SMALL = 10  # batches that are trained where too few whole ones were to see memory grow
 SMALL_S = 0.5  # for all of them
 LONGEST_SMALL_S = 2.0  # where they take longer for their size
+MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
 LOOK_S = 1.0  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 
@@ -90,7 +92,8 @@ class Run:
         self._micro_batches = MicroBatches(self.session)
         self._shapes = Shapes()
         self._held: list[Held] = []
-        self._drawn = random.Random(self.settings.seed)
+        self._highest_bytes = self._num_shapes_at_peak = 0
+        self._chance = random.Random(self.settings.seed)
         self._graph_breaks_before = num_graph_breaks()
         config, world = self.session.config, self.session.world
         samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
@@ -143,81 +146,97 @@ class Run:
             places=self.session.places,
         )
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
-        # a time-out would lose the measurement, so memory is not looked into where a few more steps might not end in time
+        # a time-out would lose the measurement, so nothing more is trained where that might not end in time
         alone = self.session.world.size == 1  # if that failed in one process, the others would wait
-        if not alone or self._spent_s > self.settings.timeout_s / 2:
-            return measured
-        per_shape = self._growth_per_shape()
-        if measured.growth_bytes_per_step or per_shape:
-            step = self._take_micro_step if measured.growth_bytes_per_step else self._take_small_step
+        may_go_on = alone and self._spent_s <= self.settings.timeout_s / 2
+        per_shape = self._growth_per_shape(may_train=may_go_on and not cut_short)
+        if may_go_on and (measured.growth_bytes_per_step or per_shape):
             with contextlib.suppress(Exception):  # memory may run out, say
-                measured = replace(measured, leaks=kept(step))
+                measured = replace(measured, leaks=kept(self._leak_step(measured)))
         # a leak is in every config, and has no end
-        leaked_bytes = sum(one.num_bytes for one in measured.leaks) * self.session.config.accumulation_steps
-        is_leak = bool(measured.leaks) and measured.growth_bytes_per_step <= 2 * leaked_bytes
+        leaked_bytes = sum(one.num_bytes for one in measured.leaks)
+        grown_bytes = measured.growth_bytes_per_step / self.session.config.accumulation_steps or per_shape
+        is_leak = bool(measured.leaks) and grown_bytes <= 2 * leaked_bytes
         if is_leak or not per_shape:
             return measured
-        later_bytes = self._num_shapes_left(measured.num_shapes) * per_shape
-        return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=round(later_bytes))
+        num_left = self._num_shapes_expected(may_load=may_go_on) - self._num_shapes_at_peak
+        return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=round(num_left * per_shape))
 
-    def _growth_per_shape(self) -> float:
+    def _growth_per_shape(self, *, may_train: bool) -> float:
         """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
 
         Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They need less memory
-        than the others did, so where it grows with them, that is no heap that widens. How much is taken for each shape of large
-        batches, only those tell: small ones take less.
+        than the others did, so where it grows with them, that is no heap that widens. Small ones also take less for each shape, in
+        the worst case by the ratio of the samples; only the large ones show how much they take, and not exactly.
         """
-        if not self._shapes.differ or self.device.capabilities.own_memory:
+        if not self._shapes.are_several or self.device.capabilities.own_memory:
             return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
         if (found := growth_per_shape(self._held, MANY_INCREMENTS)) is not None:
             return found
+        size = self._small_size
         # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
-        if self.settings.known_peak_bytes or self.session.task.takes_whole_steps:
+        if not may_train or self.settings.known_peak_bytes or size is None:
             return 0.0
-        of_small = growth_per_shape(self._train_small_batches()) or 0.0
-        if not of_small or self._small_size == self.session.config.batch_size:
-            return of_small
-        return max(of_small, growth_where_it_grows(self._held))
+        of_small = self._growth_of_small_batches(size)
+        most = of_small * self.session.config.batch_size / size
+        return min(most, max(of_small, growth_where_it_grows(self._held)))
 
-    def _train_small_batches(self) -> list[Held]:
-        """What is held after each small batch of a new shape."""
-        shapes = self._shapes if self._small_size == self.session.config.batch_size else Shapes()
+    @property
+    def _small_size(self) -> int | None:
+        """So many samples that `NUM_SMALL` batches of them take `SMALL_S`; no more than a micro batch has, and at least two of them.
+
+        None where such batches cannot be drawn, and where each might be compiled anew.
+        """
+        task, size = self.session.task, self.session.config.batch_size
+        wanted = max(min(2, size), min(size, int(size * SMALL_S / (NUM_SMALL * self._typical().micro_s))))
+        if task.takes_whole_steps or num_graphs() or task.dataset() is None:
+            return None
+        may_draw = not is_stream(task.dataset()) and task.dataset_size() is not None
+        return wanted if may_draw else None
+
+    def _growth_of_small_batches(self, size: int) -> float:
+        """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
+        shapes = self._shapes if size == self.session.config.batch_size else Shapes()
         held, ends_s = list[Held](), time.perf_counter() + LONGEST_SMALL_S
-        with contextlib.suppress(Exception):  # the user's dataset may fail
-            while len(held) < NUM_SMALL and time.perf_counter() < ends_s:
-                batch = self._small_batch()
+        try:
+            for _ in range(MOST_DRAWN):
+                batch = self._draw(size)
                 if shapes.note(batch[0]):
                     self._accumulate(batch)
                     self._clear_gradients()
                     held.append(Held(shapes.num_seen, self.device.current_bytes()))
-        return held
+                if len(held) == NUM_SMALL or time.perf_counter() > ends_s:
+                    break
+        except Exception as error:  # of the user's dataset, say
+            return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else 0.0
+        return growth_per_shape(held) or 0.0
 
-    @property
-    def _small_size(self) -> int:
-        """So many samples that `NUM_SMALL` batches of them take `SMALL_S`; no more than a micro batch has."""
-        size = self.session.config.batch_size
-        return max(1, min(size, int(size * SMALL_S / (NUM_SMALL * self._typical().micro_s))))
+    def _draw(self, size: int) -> StepBatch:
+        """A micro batch of so many samples that are drawn at random."""
+        positions = self._chance.sample(range(self.session.task.dataset_size() or 0), size)
+        return StepBatch([(self.session.task.batch_of(positions), size)])
 
-    def _small_batch(self) -> StepBatch:
-        """Samples drawn at random; a micro batch where their number is not known."""
-        num_samples, size = self.session.task.dataset_size(), self._small_size
-        if num_samples is None or size == self.session.config.batch_size:
-            return StepBatch([next(self._micro_batches)])
-        return StepBatch([(self.session.task.batch_of(self._drawn.sample(range(num_samples), size)), size)])
+    def _leak_step(self, measured: Measurement) -> Callable[[], None]:
+        """The step that is watched for leaks: a small one where the probe's steps were too few to see them grow."""
+        size = self._small_size
+        if measured.growth_bytes_per_step or size is None:
+            return self._take_micro_step
 
-    def _take_small_step(self) -> None:
-        self._accumulate_part(self._small_batch())
-        self._update()
+        def take_small_step() -> None:
+            self._accumulate_part(self._draw(size))
+            self._update()
 
-    def _num_shapes_left(self, num_trained: int) -> float:
-        """How many shapes are yet to come, beside those that were trained. More batches are loaded for their shapes alone."""
+        return take_small_step
+
+    def _num_shapes_expected(self, *, may_load: bool) -> float:
+        """How many shapes there are, those that were trained included. More batches are loaded for their shapes alone."""
         ends_s = time.perf_counter() + LOOK_S
         with contextlib.suppress(Exception):  # the user's dataset may end or fail
-            for micro, _ in islice(self._micro_batches, MOST_LOOKED_AT):
+            for micro, _ in islice(self._micro_batches, MOST_LOOKED_AT if may_load else 0):
                 self._shapes.note(micro)
                 if time.perf_counter() > ends_s:
                     break
-        return self._shapes.num_expected() - num_trained
+        return self._shapes.num_expected()
 
     def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
         """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.
@@ -305,6 +324,8 @@ class Run:
     def _observe(self, look: Callable[[float], None]) -> None:
         """Note how much memory is held now, and let the observers look: a micro batch is a share of a step."""
         self._held.append(Held(self._shapes.num_seen, self.device.current_bytes()))
+        if (peak_bytes := self.device.peak_bytes()) > self._highest_bytes:
+            self._highest_bytes, self._num_shapes_at_peak = peak_bytes, self._shapes.num_seen
         look(self.reporter.num_micro_steps / self.session.config.accumulation_steps)
 
     @property

@@ -46,7 +46,7 @@ class Shapes:
         self._chosen.add(_shape(micro_batch))
 
     @property
-    def differ(self) -> bool:
+    def are_several(self) -> bool:
         """Whether there are several."""
         return len(self._chosen.union(self._counts)) > 1
 

@@ -248,7 +248,9 @@ class Acquisition:
     def _merit(self, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]) -> Array:
         """Expected log merit, up to a constant: only the order of the configs matters."""
         merit = self.speed_weight * self._over_the_training(self.pace.speeds(configs).mean, configs)
-        return np.asarray(merit - self.memory_weight * np.log([peak.peak_bytes if peak else 1 for peak in peaks]))
+        known = [peak.peak_bytes for peak in peaks if peak] or [1]
+        need_bytes = [peak.peak_bytes if peak else float(np.median(known)) for peak in peaks]
+        return np.asarray(merit - self.memory_weight * np.log(need_bytes))
 
     def _gain(
         self, pace: TimeModel, configs: Sequence[Config], peaks: Sequence[MemoryEstimate | None]

@@ -136,7 +136,7 @@ def _import(source: dict[str, Any], greeting: dict[str, Any]) -> tuple[dict[str,
 
     # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    with _uncollected():
+    with _without_collecting():
         _import_everything(greeting["num_ranks"])
     origin = TaskSource.from_dict(source)
     before = _num_threads()
@@ -162,12 +162,14 @@ def _import(source: dict[str, Any], greeting: dict[str, Any]) -> tuple[dict[str,
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the collector of garbage from what is imported meanwhile, now and later: looking through it all takes most of a second."""
+def _without_collecting() -> Iterator[None]:
+    """Import without garbage collection, and exempt what was imported from later collections: both take most of a second."""
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _import_everything(num_ranks: int = 1) -> None:

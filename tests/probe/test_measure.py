@@ -117,7 +117,7 @@ def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has
 def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes():
     cached = {}
     found = long_run_of(
-        lambda batch: cached.setdefault(batch.shape[1], bytearray(LARGE_BYTES)),
+        lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)),
         batch_size=8,
         sample_s=0.05,
         num_steps=2,
@@ -136,8 +136,10 @@ def test_a_leak_is_no_cache_and_a_small_one_hides_none():
         losses.append(batch.sum())
         cached.setdefault(batch.shape, bytearray(LARGE_BYTES))
 
-    found = long_run_of(keep_both)
-    assert found.leaks and found.long_run_growth_bytes > 100 * 2**20
+    for few in ({}, {"batch_size": 8, "sample_s": 0.05, "num_steps": 2}):
+        cached.clear()
+        found = long_run_of(keep_both, **few)
+        assert found.leaks and found.long_run_growth_bytes > 100 * 2**20
 
 
 @pytest.fixture

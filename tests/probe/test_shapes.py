@@ -25,9 +25,9 @@ def test_a_shape_is_that_of_every_tensor_in_the_batch():
 
 def test_a_batch_that_was_not_drawn_shows_that_shapes_differ_and_not_how_many_there_are():
     shapes = drawn(1, 5)
-    assert not shapes.differ
+    assert not shapes.are_several
     shapes.note_chosen({"text": torch.empty(2, 30), "labels": [torch.empty(2)], "name": "x"})
-    assert shapes.differ and shapes.num_seen == 1 == shapes.num_expected()
+    assert shapes.are_several and shapes.num_seen == 1 == shapes.num_expected()
 
 
 def test_where_every_shape_was_seen_often_none_is_to_come():
