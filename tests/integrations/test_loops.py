@@ -109,7 +109,7 @@ def test_the_loader_changes_in_what_the_answer_says_and_in_nothing_else(tmp_path
     sampler = torch.utils.data.SubsetRandomSampler(range(32))
     given = loader(sampler=sampler, drop_last=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = tuned(tmp_path, model, optimizer, loader=given, fix={"num_workers": 1}, budget="30s")
+    found = tuned(tmp_path, model, optimizer, loader=given, fix={"num_workers": 1}, budget="30s", probe_timeout="30s")
     made = found.loader
     assert made is not given and made.num_workers == 1 and made.prefetch_factor == 2
     assert made.sampler is sampler and made.drop_last and made.batch_size == 16 and made.dataset is given.dataset
