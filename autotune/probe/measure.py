@@ -221,12 +221,7 @@ class Run:
         size = self._small_size
         if measured.growth_bytes_per_step or size is None:
             return self._take_micro_step
-
-        def take_small_step() -> None:
-            self._accumulate_part(self._draw(size))
-            self._update()
-
-        return take_small_step
+        return lambda: self._step_with(self._draw(size))
 
     def _num_shapes_expected(self, *, may_load: bool) -> float:
         """How many shapes there are, those that were trained included. More batches are loaded for their shapes alone."""
@@ -501,7 +496,10 @@ class Run:
             self._update()
 
     def _take_micro_step(self) -> None:
-        self._accumulate_part(self._take(1))
+        self._step_with(self._take(1))
+
+    def _step_with(self, batch: StepBatch) -> None:
+        self._accumulate_part(batch)
         self._update()
 
     def _take(self, count: int) -> StepBatch:
