@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import repeat
 from statistics import median
 from typing import Any, ClassVar
 
@@ -19,16 +18,15 @@ import torch
 from autotune.devices import Device
 from autotune.group import Together, gather
 from autotune.probe.leaks import kept
+from autotune.probe.long_run import LongRun
 from autotune.probe.observers.base import Observers
 from autotune.probe.passes import MicroBatches
-from autotune.probe.shapes import MANY_INCREMENTS, Held, Shapes, growth_per_shape, growth_where_it_grows
 from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
 from autotune.task.batches import StepBatch
-from autotune.task.samples import is_stream
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
@@ -38,12 +36,6 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
-NUM_SMALL = 10  # batches that are trained where too few whole ones were to see memory grow
-SMALL_S = 0.5  # for all of them
-LONGEST_SMALL_S = 2.0  # where they take longer for their size
-MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
-LOOK_S = 1.0  # for the shapes of batches that are yet to come
-MOST_LOOKED_AT = 1000
 
 
 class NonFiniteError(Exception):
@@ -90,11 +82,8 @@ class Run:
         self._own_finite = self._finite.clone()  # this process's part, when the loss of all was first not finite
         self._loss = torch.zeros((), device=self.session.device)
         self._micro_batches = MicroBatches(self.session)
-        self._shapes = Shapes()
-        self._held: list[Held] = []
-        self._highest_bytes = self._num_shapes_at_peak = 0
-        self._chance = random.Random(self.settings.seed)
-        self._graph_breaks_before = num_graph_breaks()
+        self._long_run = LongRun(self.session, self.device, self._train_without_update, self.settings.seed)
+        self._graph_breaks_before, self._graphs_before = num_graph_breaks(), num_graphs()
         config, world = self.session.config, self.session.world
         samples, is_bound = config.batch_size * world.data_parallel, world.size == 1 or config.accumulation_steps == 1
         self.reporter = Reporter(self.report, self.device.peak_bytes, samples, is_bound)
@@ -129,7 +118,7 @@ class Run:
         within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
-            num_shapes=self._shapes.num_seen,
+            num_shapes=self._long_run.shapes.num_seen,
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=timed_s,
@@ -148,90 +137,35 @@ class Run:
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so nothing more is trained where that might not end in time
         alone = self.session.world.size == 1  # if that failed in one process, the others would wait
-        may_go_on = alone and self._spent_s <= self.settings.timeout_s / 2
-        per_shape = self._growth_per_shape(may_train=may_go_on and not cut_short)
-        if may_go_on and (measured.growth_bytes_per_step or per_shape):
+        return self._with_growth(measured, may_train=alone and self._spent_s <= self.settings.timeout_s / 2)
+
+    def _with_growth(self, measured: Measurement, *, may_train: bool) -> Measurement:
+        """The measurement with what memory grows by in a long run, and what of it is a leak."""
+        small_size = self._small_size if may_train else None
+        # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
+        may_train_small = not measured.cut_short and not self.settings.known_peak_bytes
+        whole = map(self._take, repeat(1))
+        per_shape = self._long_run.growth_per_shape(whole, small_size if may_train_small else None)
+        if may_train and (measured.growth_bytes_per_step or per_shape):
+            take = partial(self._take, 1)
+            # where the probe's steps were too few to see them grow
+            if small_size is not None and not measured.growth_bytes_per_step:
+                take = partial(self._long_run.draw, small_size)
             with contextlib.suppress(Exception):  # memory may run out, say
-                measured = replace(measured, leaks=kept(self._leak_step(measured)))
+                measured = replace(measured, leaks=kept(lambda: self._step_with(take())))
         # a leak is in every config, and has no end
         leaked_bytes = sum(one.num_bytes for one in measured.leaks)
         grown_bytes = measured.growth_bytes_per_step / self.session.config.accumulation_steps or per_shape
         is_leak = bool(measured.leaks) and grown_bytes <= 2 * leaked_bytes
         if is_leak or not per_shape:
             return measured
-        num_left = self._num_shapes_expected(may_load=may_go_on) - self._num_shapes_at_peak
+        num_left = self._long_run.num_shapes_to_come(self._micro_batches if may_train else ())
         return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=round(num_left * per_shape))
-
-    def _growth_per_shape(self, *, may_train: bool) -> float:
-        """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
-
-        Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They need less memory
-        than the others did, so where it grows with them, that is no heap that widens. Small ones also take less for each shape, in
-        the worst case by the ratio of the samples; only the large ones show how much they take, and not exactly.
-        """
-        if not self._shapes.are_several or self.device.capabilities.own_memory:
-            return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
-        if (found := growth_per_shape(self._held, MANY_INCREMENTS)) is not None:
-            return found
-        size = self._small_size
-        # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
-        if not may_train or self.settings.known_peak_bytes or size is None:
-            return 0.0
-        of_small = self._growth_of_small_batches(size)
-        most = of_small * self.session.config.batch_size / size
-        return min(most, max(of_small, growth_where_it_grows(self._held)))
 
     @property
     def _small_size(self) -> int | None:
-        """So many samples that `NUM_SMALL` batches of them take `SMALL_S`; no more than a micro batch has, and at least two of them.
-
-        None where such batches cannot be drawn, and where each might be compiled anew.
-        """
-        task, size = self.session.task, self.session.config.batch_size
-        wanted = max(min(2, size), min(size, int(size * SMALL_S / (NUM_SMALL * self._typical().micro_s))))
-        if task.takes_whole_steps or num_graphs() or task.dataset() is None:
-            return None
-        may_draw = not is_stream(task.dataset()) and task.dataset_size() is not None
-        return wanted if may_draw else None
-
-    def _growth_of_small_batches(self, size: int) -> float:
-        """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
-        shapes = self._shapes if size == self.session.config.batch_size else Shapes()
-        held, ends_s = list[Held](), time.perf_counter() + LONGEST_SMALL_S
-        try:
-            for _ in range(MOST_DRAWN):
-                batch = self._draw(size)
-                if shapes.note(batch[0]):
-                    self._accumulate(batch)
-                    self._clear_gradients()
-                    held.append(Held(shapes.num_seen, self.device.current_bytes()))
-                if len(held) == NUM_SMALL or time.perf_counter() > ends_s:
-                    break
-        except Exception as error:  # of the user's dataset, say
-            return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else 0.0
-        return growth_per_shape(held) or 0.0
-
-    def _draw(self, size: int) -> StepBatch:
-        """A micro batch of so many samples that are drawn at random."""
-        positions = self._chance.sample(range(self.session.task.dataset_size() or 0), size)
-        return StepBatch([(self.session.task.batch_of(positions), size)])
-
-    def _leak_step(self, measured: Measurement) -> Callable[[], None]:
-        """The step that is watched for leaks: a small one where the probe's steps were too few to see them grow."""
-        size = self._small_size
-        if measured.growth_bytes_per_step or size is None:
-            return self._take_micro_step
-        return lambda: self._step_with(self._draw(size))
-
-    def _num_shapes_expected(self, *, may_load: bool) -> float:
-        """How many shapes there are, those that were trained included. More batches are loaded for their shapes alone."""
-        ends_s = time.perf_counter() + LOOK_S
-        with contextlib.suppress(Exception):  # the user's dataset may end or fail
-            for micro, _ in islice(self._micro_batches, MOST_LOOKED_AT if may_load else 0):
-                self._shapes.note(micro)
-                if time.perf_counter() > ends_s:
-                    break
-        return self._shapes.num_expected()
+        """Samples of a small batch; None where such batches cannot be drawn, and where each might be compiled anew."""
+        return None if num_graphs() > self._graphs_before else self._long_run.small_size(self._typical().micro_s)
 
     def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
         """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.
@@ -299,7 +233,7 @@ class Run:
         """The largest micro batch, some times: of the widest samples; one like all others where batches are made."""
         task, size = self.session.task, self.session.config.batch_size
         largest = self._take(1)[0] if task.dataset() is None else task.batch(size)
-        self._shapes.note_chosen(largest)
+        self._long_run.shapes.note_chosen(largest)
         return StepBatch([(largest, size)] * count)
 
     def _warm_step(self, batch: StepBatch, *, is_typical: bool = True) -> float:
@@ -318,9 +252,7 @@ class Run:
 
     def _observe(self, look: Callable[[float], None]) -> None:
         """Note how much memory is held now, and let the observers look: a micro batch is a share of a step."""
-        self._held.append(Held(self._shapes.num_seen, self.device.current_bytes()))
-        if (peak_bytes := self.device.peak_bytes()) > self._highest_bytes:
-            self._highest_bytes, self._num_shapes_at_peak = peak_bytes, self._shapes.num_seen
+        self._long_run.look()
         look(self.reporter.num_micro_steps / self.session.config.accumulation_steps)
 
     @property
@@ -502,10 +434,14 @@ class Run:
         self._accumulate_part(batch)
         self._update()
 
+    def _train_without_update(self, batch: StepBatch) -> None:
+        self._accumulate(batch)
+        self._clear_gradients()
+
     def _take(self, count: int) -> StepBatch:
         batch = StepBatch(next(self._micro_batches) for _ in range(count))
         for micro in batch:
-            self._shapes.note(micro)
+            self._long_run.shapes.note(micro)
         return batch
 
     def _accumulate(self, batch: StepBatch) -> None:

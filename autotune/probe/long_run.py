@@ -1,0 +1,137 @@
+"""How much more memory a long training takes than a run that was measured: libraries keep something for each shape of a micro batch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from autotune.devices import Device
+from autotune.probe.shapes import MANY_INCREMENTS, Held, Shapes, growth_per_shape, growth_where_it_grows
+from autotune.session import Session
+from autotune.task.batches import StepBatch
+from autotune.task.samples import is_stream
+
+NUM_SMALL = 10  # batches that are trained where too few whole ones were to see memory grow
+SMALL_S = 0.5  # for all of them
+LONGEST_SMALL_S = 2.0  # where they take longer for their size
+MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
+WHOLE_S = 4.0  # for whole batches, once small ones have shown that memory grows
+LOOK_S = 1.0  # for the shapes of batches that are yet to come
+MOST_LOOKED_AT = 1000
+
+
+@dataclass
+class LongRun:
+    """Watches memory over the micro batches of one run.
+
+    Attributes:
+        train: takes a forward and a backward pass, and leaves no gradient.
+        seed: of the small batches that are drawn.
+        shapes: of the run's micro batches.
+    """
+
+    session: Session
+    device: Device
+    train: Callable[[StepBatch], None]
+    seed: int
+    shapes: Shapes = field(default_factory=Shapes)
+    _held: list[Held] = field(default_factory=list)
+    _peak_bytes: int = 0
+    _num_shapes_at_peak: int = 0
+
+    def __post_init__(self) -> None:
+        self._chance = random.Random(self.seed)
+
+    def look(self) -> None:
+        """Note how much memory is held now, and what it was at its peak."""
+        self._note_held()
+        if (peak_bytes := self.device.peak_bytes()) > self._peak_bytes:
+            self._peak_bytes, self._num_shapes_at_peak = peak_bytes, self.shapes.num_seen
+
+    def growth_per_shape(self, whole: Iterable[StepBatch], small_size: int | None) -> float:
+        """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
+
+        Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They need less memory
+        than the others did, so where it grows with them, that is no heap that widens. Small ones also take less for each shape, in
+        the worst case by the ratio of the samples. Whole ones show how much they take, so some more of them are trained then.
+
+        Args:
+            whole: more micro batches of the run's own size.
+            small_size: samples of a small batch; None where none is trained.
+        """
+        if not self.shapes.are_several or self.device.capabilities.own_memory:
+            return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
+        if (found := growth_per_shape(self._held, MANY_INCREMENTS)) is not None:
+            return found
+        if small_size is None or not (of_small := self._growth_of_small(small_size)):
+            return 0.0
+        self._train_whole(whole)
+        most = of_small * self.session.config.batch_size / small_size
+        return min(most, max(of_small, growth_where_it_grows(self._held)))
+
+    def small_size(self, micro_s: float) -> int | None:
+        """So many samples that `NUM_SMALL` batches of them take `SMALL_S`; no more than a micro batch has, and at least two of them.
+
+        Args:
+            micro_s: seconds of a micro step.
+
+        Returns:
+            None where such batches cannot be drawn.
+        """
+        task, size = self.session.task, self.session.config.batch_size
+        if task.takes_whole_steps or task.dataset() is None or is_stream(task.dataset()) or task.dataset_size() is None:
+            return None
+        return max(min(2, size), min(size, int(size * SMALL_S / (NUM_SMALL * micro_s))))
+
+    def draw(self, size: int) -> StepBatch:
+        """A micro batch of so many samples that are drawn at random."""
+        positions = self._chance.sample(range(self.session.task.dataset_size() or 0), size)
+        return StepBatch([(self.session.task.batch_of(positions), size)])
+
+    def num_shapes_to_come(self, micro_batches: Iterable[tuple[Any, int]]) -> float:
+        """How many shapes training will meet that had not come when memory peaked.
+
+        Args:
+            micro_batches: more of the run's; they are loaded for their shapes alone.
+        """
+        ends_s = time.perf_counter() + LOOK_S
+        with contextlib.suppress(Exception):  # the user's dataset may end or fail
+            for micro, _ in islice(micro_batches, MOST_LOOKED_AT):
+                self.shapes.note(micro)
+                if time.perf_counter() > ends_s:
+                    break
+        return self.shapes.num_expected() - self._num_shapes_at_peak
+
+    def _note_held(self) -> None:
+        self._held.append(Held(self.shapes.num_seen, self.device.current_bytes()))
+
+    def _growth_of_small(self, size: int) -> float:
+        """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
+        shapes = self.shapes if size == self.session.config.batch_size else Shapes()
+        held, ends_s = list[Held](), time.perf_counter() + LONGEST_SMALL_S
+        try:
+            for _ in range(MOST_DRAWN):
+                batch = self.draw(size)
+                if shapes.note(batch[0]):
+                    self.train(batch)
+                    held.append(Held(shapes.num_seen, self.device.current_bytes()))
+                if len(held) == NUM_SMALL or time.perf_counter() > ends_s:
+                    break
+        except Exception as error:  # of the user's dataset, say
+            return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else 0.0
+        return growth_per_shape(held) or 0.0
+
+    def _train_whole(self, batches: Iterable[StepBatch]) -> None:
+        """Train micro batches of the run's own size until there are enough to tell a trend."""
+        ends_s = time.perf_counter() + WHOLE_S
+        with contextlib.suppress(Exception):  # memory may run out, say: what was seen until then tells the growth
+            for batch in batches:
+                self.train(batch)
+                self._note_held()
+                if growth_per_shape(self._held, MANY_INCREMENTS) is not None or time.perf_counter() > ends_s:
+                    break
