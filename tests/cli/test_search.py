@@ -48,7 +48,7 @@ def answered(tmp_path_factory):
     """One finished search of a small model, in a folder of its own."""
     folder = tmp_path_factory.mktemp("answered")
     shutil.copy(MODELS / "steady.py", folder)
-    return folder, search("steady.py", "--budget", "45s", "--trials", "5", cwd=folder)
+    return folder, search("steady.py", "--budget", "90s", "--trials", "5", cwd=folder)
 
 
 @pytest.fixture(autouse=True)
