@@ -70,7 +70,8 @@ class LongRun:
             return found
         if small_size is None or not (of_small := self._growth_of_small(small_size)):
             return 0.0
-        self._train_whole(whole)
+        if small_size < self.session.config.batch_size:  # else the small ones were whole
+            self._train_whole(whole)
         most = of_small * self.session.config.batch_size / small_size
         return min(most, max(of_small, growth_where_it_grows(self._held)))
 
