@@ -19,7 +19,21 @@ from autotune.probe.measure import Run
 from autotune.records.config import ProbeSettings
 from autotune.session import prepare
 
-LARGE_BYTES = 40 * 2**20  # glibc always maps it, so that it never lies in memory that was freed before
+LARGE_BYTES = 40 * 2**20
+
+
+@pytest.fixture(autouse=True)
+def no_block_lies_in_what_other_tests_freed():
+    """Fills the holes of this process's heap, which would take the blocks without any growth."""
+    device, fillings = open_device("cpu"), []
+    for num_bytes in (LARGE_BYTES, LARGE_BYTES // 4):
+        has_grown = False
+        while not has_grown:
+            before_bytes = device.current_bytes()
+            fillings.append(torch.empty(num_bytes, dtype=torch.uint8))
+            has_grown = device.current_bytes() >= before_bytes + num_bytes
+    yield
+    fillings.clear()
 
 
 class Lines(torch.utils.data.Dataset):
