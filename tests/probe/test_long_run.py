@@ -20,20 +20,8 @@ from autotune.records.config import ProbeSettings
 from autotune.session import prepare
 
 LARGE_BYTES = 40 * 2**20
-
-
-@pytest.fixture(autouse=True)
-def no_block_lies_in_what_other_tests_freed():
-    """Fills the holes of this process's heap, which would take the blocks without any growth."""
-    device, fillings = open_device("cpu"), []
-    for num_bytes in (LARGE_BYTES, LARGE_BYTES // 4):
-        has_grown = False
-        while not has_grown:
-            before_bytes = device.current_bytes()
-            fillings.append(torch.empty(num_bytes, dtype=torch.uint8))
-            has_grown = device.current_bytes() >= before_bytes + num_bytes
-    yield
-    fillings.clear()
+FEW = {"batch_size": 8, "sample_s": 0.05, "num_steps": 2}
+kept = {}  # in a process of its own for each run
 
 
 class Lines(torch.utils.data.Dataset):
@@ -49,12 +37,41 @@ class Lines(torch.utils.data.Dataset):
         return torch.ones(index % self.num_lengths + 20, 6)
 
 
-def long_run_of(keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_S, num_steps=20, device=None):
-    """What a probe tells where `keep` takes note of each batch."""
+class OwnMemory(CpuDevice):
+    """One with memory of its own, where an allocator holds more than is in use."""
+
+    capabilities = replace(CpuDevice.capabilities, own_memory=True)
+
+
+def keep_nothing(batch):
+    pass
+
+
+def keep_a_block_for_each_shape(batch):
+    kept.setdefault(batch.shape, bytearray(LARGE_BYTES))
+
+
+def keep_a_block_for_each_shape_and_sample(batch):
+    kept.setdefault(batch.shape, bytearray(len(batch) * LARGE_BYTES // 8))
+
+
+def leak_a_large_tensor(batch):
+    kept[len(kept)] = torch.empty(LARGE_BYTES, dtype=torch.uint8)
+
+
+def leak_a_small_tensor_and_keep_a_block_for_each_shape(batch):
+    kept[len(kept)] = batch.sum()
+    keep_a_block_for_each_shape(batch)
+
+
+def run(keep, num_lengths, batch_size, sample_s, num_steps, has_own_memory):
+    """What a probe tells where `keep` takes note of each batch, and how many samples each batch had."""
+    sizes = []
 
     def training_step(model, batch):
         time.sleep(sample_s * len(batch))  # each block is one step
         keep(batch)
+        sizes.append(len(batch))
         return model(batch).mean()
 
     task = Task(
@@ -63,82 +80,63 @@ def long_run_of(keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_
         training_step=training_step,
         collate_fn=lambda lines: nn.utils.rnn.pad_sequence(lines, batch_first=True),
     )
-    device = device or open_device("cpu")
+    device = OwnMemory() if has_own_memory else open_device("cpu")
     settings = ProbeSettings(memory_limit_bytes=None, max_timed_s=0.2, num_steps=num_steps, interval=0.0001)
     session = prepare(task, {"batch_size": batch_size}, device=device)
     found = Run(session, device, settings, lambda progress: None).measure(0.0)
     assert found.num_shapes > (5 if num_steps > 5 else 1)
-    return found
+    return found, sizes
 
 
-def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
-    cached = {}
-    found = long_run_of(lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)))
+@pytest.fixture(scope="module")
+def long_run():
+    """Runs in a process that holds nothing of other tests, as a probe does: neither a peak nor holes in which blocks would lie."""
+    fresh = multiprocessing.get_context("forkserver")
+    fresh.set_forkserver_preload([__name__])
+
+    def in_a_fresh_process(
+        keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_S, num_steps=20, has_own_memory=False
+    ):
+        with ProcessPoolExecutor(1, mp_context=fresh) as process:
+            return process.submit(run, keep, num_lengths, batch_size, sample_s, num_steps, has_own_memory).result()
+
+    return in_a_fresh_process
+
+
+def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing(long_run):
+    found, _ = long_run(keep_a_block_for_each_shape)
     assert found.long_run_growth_bytes > 100 * 2**20
     assert found.long_run_peak_bytes == found.peak_bytes + found.long_run_growth_bytes
-    assert long_run_of(lambda batch: None).long_run_growth_bytes == 0
+    assert long_run(keep_nothing)[0].long_run_growth_bytes == 0
 
 
-class OwnMemory(CpuDevice):
-    """One with memory of its own, where an allocator holds more than is in use."""
-
-    capabilities = replace(CpuDevice.capabilities, own_memory=True)
-
-
-def test_growth_by_shape_is_told_only_where_memory_is_the_hosts():
-    cached = {}
-    found = long_run_of(lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)), device=OwnMemory())
+def test_growth_by_shape_is_told_only_where_memory_is_the_hosts(long_run):
+    found, _ = long_run(keep_a_block_for_each_shape, has_own_memory=True)
     assert found.growth_bytes_per_step > 10 * 2**20 and found.growth_bytes_per_shape == 0 == found.long_run_growth_bytes
 
 
-def long_run_with_a_cache(num_lengths):
-    cached = {}
-    return long_run_of(lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)), num_lengths)
-
-
-def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has():
-    # in a process of its own, as a probe is: the peak is not that of other tests
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
-        found = process.submit(long_run_with_a_cache, 40).result()
+def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has(long_run):
+    found, _ = long_run(keep_a_block_for_each_shape, num_lengths=40)
     num_left = 40 - found.num_shapes
     assert found.long_run_growth_bytes == pytest.approx(num_left * LARGE_BYTES, rel=0.2, abs=1)
 
 
-def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes():
-    cached = {}
-    found = long_run_of(
-        lambda batch: cached.setdefault(batch.shape, bytearray(LARGE_BYTES)),
-        batch_size=8,
-        sample_s=0.05,
-        num_steps=2,
-    )
+def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes(long_run):
+    found, _ = long_run(keep_a_block_for_each_shape, **FEW)
     assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
     assert found.long_run_growth_bytes > 100 * 2**20
-    assert not long_run_of(lambda batch: None, batch_size=8, sample_s=0.05, num_steps=2).growth_bytes_per_shape
+    assert not long_run(keep_nothing, **FEW)[0].growth_bytes_per_shape
 
 
-def test_small_batches_that_take_less_for_each_shape_are_followed_by_whole_ones():
-    cached, sizes = {}, []
-
-    def keep(batch):
-        sizes.append(len(batch))
-        cached.setdefault(batch.shape, bytearray(len(batch) * LARGE_BYTES // 8))
-
-    found = long_run_of(keep, batch_size=8, sample_s=0.05, num_steps=2)
+def test_small_batches_that_take_less_for_each_shape_are_followed_by_whole_ones(long_run):
+    found, sizes = long_run(keep_a_block_for_each_shape_and_sample, **FEW)
     assert sizes[-1] == 2 and 8 in sizes[sizes.index(2) :]  # a leak is looked for with small ones
     assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
 
 
-def test_a_leak_is_no_cache_and_a_small_one_hides_none():
-    leaked, losses, cached = [], [], {}
-    found = long_run_of(lambda batch: leaked.append(torch.empty(LARGE_BYTES, dtype=torch.uint8)))
+def test_a_leak_is_no_cache_and_a_small_one_hides_none(long_run):
+    found, _ = long_run(leak_a_large_tensor)
     assert found.leaks and found.growth_bytes_per_step > 10 * 2**20 and found.long_run_growth_bytes == 0
-
-    def keep_both(batch):
-        losses.append(batch.sum())
-        cached.setdefault(batch.shape, bytearray(LARGE_BYTES))
-
-    for few in ({}, {"batch_size": 8, "sample_s": 0.05, "num_steps": 2}):
-        cached.clear()
-        found = long_run_of(keep_both, **few)
+    for few in ({}, FEW):
+        found, _ = long_run(leak_a_small_tensor_and_keep_a_block_for_each_shape, **few)
         assert found.leaks and found.long_run_growth_bytes > 100 * 2**20
