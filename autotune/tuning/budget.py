@@ -185,7 +185,7 @@ class Budget:
         return settings.replace(timeout_s=timeout_s)
 
     def allows_a_probe(self, history: History) -> bool:
-        """Whether there is time for another probe before the play-off. While no config is feasible, none is kept for a play-off."""
+        """Whether there is time for another probe before the play-off."""
         return self.has_trials_left(history) and self.setup_left_s(history) > 0
 
     def has_trials_left(self, history: History) -> bool:
@@ -196,21 +196,21 @@ class Budget:
     def setup_left_s(self, history: History) -> float:
         """Seconds that another probe before the play-off may take for what only some configs need, such as compiling.
 
-        Nothing is kept for a play-off as long as the baseline alone could take part in it, except for one device beside it. Otherwise
-        time is kept for the wanted rounds, up to a share, and at least for one round with a config found last: one that has no time
-        left to play was found in vain. Once a play-off is settled, that one round is enough. Where no baseline runs, there is no
-        gain to be told, and as many rounds of the best alone are wanted as a play-off has at least. Where processes take long,
-        time is kept for as many rounds of the best so far as a verdict takes, and another probe is taken to need no less time
-        than the best did.
+        As long as nothing but the baseline could be the answer, nothing is kept for a play-off, except for one device beside it, and
+        another probe is taken to need no longer than the shortest of the latest. Otherwise time is kept for the wanted rounds, up to
+        a share, and at least for one round with a config found last: one that has no time left to play was found in vain. Once a
+        play-off is settled, that one round is enough. Where no baseline runs, there is no gain to be told, and as many rounds of the
+        best alone are wanted as a play-off has at least. Where processes take long, time is kept for as many rounds of the best so
+        far as a verdict takes, and another probe is taken to need no less time than the best did.
         """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
         guest_s = min(self.guest_s, GUEST_SHARE * shared_s)
         match len(history.feasible):
             case 0:
-                leave_s = expected_s
+                expected_s, leave_s = self._shortest_probe_s(history), 0.0
             case 1 if history.space.baseline in history.feasible:
-                leave_s = guest_s
+                expected_s, leave_s = self._shortest_probe_s(history), guest_s
             case _:
                 best_s, round_s = self._lead_s(history) or (0.0, 0.0)
                 expected_s = max(expected_s, best_s)
@@ -269,6 +269,11 @@ class Budget:
         """Seconds that the next probe will take, judged by the latest ones."""
         latest = history.probe_wall_s[-RECENT:]
         return median(latest) if latest else 0.0
+
+    @staticmethod
+    def _shortest_probe_s(history: History) -> float:
+        """Seconds that the shortest of the latest probes took."""
+        return min(history.probe_wall_s[-RECENT:], default=0.0)
 
     def add_run(self, outcome: Outcome, num_slots: int) -> None:
         """Count the time of a process that ran a probe. A process that shares the machine counts for its share of the slots."""

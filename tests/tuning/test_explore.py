@@ -514,18 +514,34 @@ def test_a_config_that_only_just_fitted_is_confirmed_after_those_that_surely_fit
     assert len(finalists) > 1 and tight == sorted(tight)
 
 
+class TakingTime(Failing):
+    """Each probe takes its seconds; those after the last one take as long as that."""
+
+    def __init__(self, fails, *seconds):
+        super().__init__(fails, Kind.NONFINITE)
+        self.each_s = seconds
+
+    def outcome_of(self, config, settings):
+        took_s = self.each_s[min(len(self.configs), len(self.each_s) - 1)]
+        self.waited_s += took_s
+        return replace(super().outcome_of(config, settings), wall_s=took_s)
+
+
 @pytest.mark.parametrize("anything_fits", [True, False])
 def test_while_nothing_fits_no_time_is_left_for_a_play_off(tmp_path, anything_fits):
-    class TakingTime(Failing):
-        def outcome_of(self, config, settings):
-            self.waited_s += 10
-            return replace(super().outcome_of(config, settings), wall_s=10.0)
-
-    runner = TakingTime(lambda config: not anything_fits, Kind.NONFINITE)
+    runner = TakingTime(lambda config: not anything_fits, 10.0)
     search = make_search(tmp_path, runner, budget_s=200.0, sampler="random")
     measure_baseline(search)
     explore(search, search.proposer())
-    assert len(runner.configs) == (11 if anything_fits else 18)
+    assert len(runner.configs) == (11 if anything_fits else 19)
+
+
+def test_while_nothing_fits_the_search_goes_on_as_long_as_the_shortest_of_its_probes_would_still_end_in_time(tmp_path):
+    runner = TakingTime(lambda config: True, 5.0, 15.0)
+    search = make_search(tmp_path, runner, budget_s=45.0, sampler="random")
+    measure_baseline(search)
+    explore(search, search.proposer())
+    assert len(runner.configs) == 4  # the last one began after 35 s
 
 
 def test_without_a_baseline_that_runs_what_does_run_says_how_long_a_probe_may_take(tmp_path):
