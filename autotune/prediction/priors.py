@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median
 
 import numpy as np
 
@@ -38,6 +39,19 @@ class Lesson:
 
     study: PriorStudy
     likeness: float
+
+
+@dataclass(frozen=True)
+class First:
+    """The best config of a study.
+
+    Attributes:
+        choices: its techniques' choices and its micro batch.
+        speed_up: what the study's probes of it told, over the study's baseline; None where it was not measured there.
+    """
+
+    choices: Mapping[str, Choice]
+    speed_up: float | None
 
 
 @dataclass(frozen=True)
@@ -77,14 +91,16 @@ class Taught:
                 found.setdefault(parameter, []).append(said)
         return found
 
-    def first(self) -> dict[str, Choice]:
-        """What the most alike study's best config chose, its micro batch included; empty where no study is alike enough."""
+    def first(self) -> First | None:
+        """The most alike study's best config; None where no study is alike enough."""
         for lesson in self.lessons:
-            study = lesson.study
-            best = study.answer or max(study.trials, key=lambda trial: trial.speed).config
+            trials = lesson.study.trials
+            best = lesson.study.answer or max(trials, key=lambda trial: trial.speed).config
             if lesson.likeness >= FIRST_LEAST:
-                return {n: c for n, c in best.items() if n in self.techniques or n == BATCH_SIZE}
-        return {}
+                speeds = [trial.speed for trial in trials if trial.config == best and trial.speed]
+                choices = {n: c for n, c in best.items() if n in self.techniques or n == BATCH_SIZE}
+                return First(choices, median(speeds) if speeds else None)
+        return None
 
     @cached_property
     def blame(self) -> Mapping[tuple[str, Choice], float]:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 LIKELY = 0.5
 CLEARLY = 1.05  # times another's merit: single probes differ by some per cent
+AS_TOLD = math.log(1.25)  # two speed-ups of one config that differ by less are about the same
 ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueError
 
 
@@ -147,21 +148,24 @@ class CostModel:
 
     def lent(self, history: History) -> tuple[Config, Outcome] | None:
         """The first config that ran here with the techniques that were best in the most alike study; None where none did."""
-        if not (first := self.taught.first()):
+        if (first := self.taught.first()) is None:
             return None
-        best, baseline = history.space.snap(first), history.space.baseline
+        best, baseline = history.space.snap(first.choices), history.space.baseline
         ran = (one for one in history.evidence if one[0].has_techniques_of(best) and one[0] != baseline)
         return next(ran, None)
 
     def _is_borne_out(self, history: History) -> bool:
-        """Whether that config was clearly faster than the baseline.
+        """Whether that config was clearly faster than the baseline, and by about as much as in that study.
 
         Until then a search goes on as if it had been taught nothing, so that a study that misleads costs one probe.
         """
-        lent, baseline, merit = self.lent(history), history.baseline, history.objective.merit
-        if lent is None or baseline is None or not baseline.ok or not lent[1].ok:
+        first, lent, baseline = self.taught.first(), self.lent(history), history.baseline
+        if first is None or first.speed_up is None or lent is None or baseline is None:
             return False
-        return merit(lent[1]) > CLEARLY * merit(baseline)
+        found, plain, merit = lent[1].measurement, baseline.measurement, history.objective.merit
+        if found is None or plain is None or merit(lent[1]) <= CLEARLY * merit(baseline):
+            return False
+        return abs(math.log(found.samples_per_s / plain.samples_per_s / first.speed_up)) < AS_TOLD
 
     def _acquisition(self, history: History) -> Acquisition:
         """The acquisition fitted to the history, cached because a proposal and its prediction are asked for one after the other."""

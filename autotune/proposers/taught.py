@@ -20,10 +20,10 @@ class StartWhereOthersEnded:
     def propose(self, history: History) -> Proposal | None:
         """That config; None where its techniques were probed at any batch, where it is the baseline, and where nothing was taught."""
         first = self._cost_model.taught.first()
-        if not first or history.best is None:
+        if first is None or history.best is None:
             return None
         space, admissible = history.space, history.admissible()
-        config = space.snap(first)
+        config = space.snap(first.choices)
         tried = (*history.known, *history.running)
         if any(config.has_techniques_of(other) for other in tried if other != space.baseline) or config in tried:
             return None
