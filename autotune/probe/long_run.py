@@ -43,6 +43,7 @@ class LongRun:
     _held: list[Held] = field(default_factory=list)
     _peak_bytes: int = 0
     _num_shapes_at_peak: int = 0
+    _small_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
@@ -109,10 +110,19 @@ class LongRun:
         return self.shapes.num_expected() - self._num_shapes_at_peak
 
     def _note_held(self) -> None:
-        self._held.append(Held(self.shapes.num_seen, self.device.current_bytes()))
+        """Note it without what small batches left, whose shapes are not among those of the run."""
+        self._held.append(Held(self.shapes.num_seen, self.device.current_bytes() - self._small_bytes))
 
     def _growth_of_small(self, size: int) -> float:
         """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
+        before_bytes = self.device.current_bytes()
+        try:
+            return self._trend_of_small(size)
+        finally:
+            self._small_bytes = self.device.current_bytes() - before_bytes
+
+    def _trend_of_small(self, size: int) -> float:
+        """The same, as training them shows it."""
         shapes = self.shapes if size == self.session.config.batch_size else Shapes()
         held, ends_s = list[Held](), time.perf_counter() + LONGEST_SMALL_S
         try:

@@ -121,8 +121,9 @@ def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has
     assert found.long_run_growth_bytes == pytest.approx(num_left * LARGE_BYTES, rel=0.2, abs=1)
 
 
-def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes(long_run):
-    found, _ = long_run(keep_a_block_for_each_shape, **FEW)
+@pytest.mark.parametrize("sample_s", [FEW["sample_s"], 0.15])  # some whole batches after the small ones, or hardly any
+def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes(long_run, sample_s):
+    found, _ = long_run(keep_a_block_for_each_shape, **{**FEW, "sample_s": sample_s})
     assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
     assert found.long_run_growth_bytes > 100 * 2**20
     assert not long_run(keep_nothing, **FEW)[0].growth_bytes_per_shape
