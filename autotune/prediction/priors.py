@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
 
 import numpy as np
 
@@ -47,7 +46,7 @@ class First:
 
     Attributes:
         choices: its techniques' choices and its micro batch.
-        speed_up: what the study's probes of it told, over the study's baseline; None where it was not measured there.
+        speed_up: what the study's probe of it told, over the study's baseline; None where it was not measured there.
     """
 
     choices: Mapping[str, Choice]
@@ -91,15 +90,15 @@ class Taught:
                 found.setdefault(parameter, []).append(said)
         return found
 
+    @cached_property
     def first(self) -> First | None:
         """The most alike study's best config; None where no study is alike enough."""
         for lesson in self.lessons:
             trials = lesson.study.trials
             best = lesson.study.answer or max(trials, key=lambda trial: trial.speed).config
             if lesson.likeness >= FIRST_LEAST:
-                speeds = [trial.speed for trial in trials if trial.config == best and trial.speed]
                 choices = {n: c for n, c in best.items() if n in self.techniques or n == BATCH_SIZE}
-                return First(choices, median(speeds) if speeds else None)
+                return First(choices, next((one.speed for one in trials if one.config == best and one.speed), None))
         return None
 
     @cached_property

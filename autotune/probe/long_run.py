@@ -43,7 +43,6 @@ class LongRun:
     _held: list[Held] = field(default_factory=list)
     _peak_bytes: int = 0
     _num_shapes_at_peak: int = 0
-    _small_bytes: int = 0
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
@@ -69,10 +68,11 @@ class LongRun:
             return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
         if (found := growth_per_shape(self._held, MANY_INCREMENTS)) is not None:
             return found
+        before_bytes = self.device.current_bytes()
         if small_size is None or not (of_small := self._growth_of_small(small_size)):
             return 0.0
         if small_size < self.session.config.batch_size:  # else the small ones were whole
-            self._train_whole(whole)
+            self._train_whole(whole, self.device.current_bytes() - before_bytes)
         most = of_small * self.session.config.batch_size / small_size
         return min(most, max(of_small, growth_where_it_grows(self._held)))
 
@@ -109,20 +109,12 @@ class LongRun:
                     break
         return self.shapes.num_expected() - self._num_shapes_at_peak
 
-    def _note_held(self) -> None:
+    def _note_held(self, small_bytes: int = 0) -> None:
         """Note it without what small batches left, whose shapes are not among those of the run."""
-        self._held.append(Held(self.shapes.num_seen, self.device.current_bytes() - self._small_bytes))
+        self._held.append(Held(self.shapes.num_seen, self.device.current_bytes() - small_bytes))
 
     def _growth_of_small(self, size: int) -> float:
         """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
-        before_bytes = self.device.current_bytes()
-        try:
-            return self._trend_of_small(size)
-        finally:
-            self._small_bytes = self.device.current_bytes() - before_bytes
-
-    def _trend_of_small(self, size: int) -> float:
-        """The same, as training them shows it."""
         shapes = self.shapes if size == self.session.config.batch_size else Shapes()
         held, ends_s = list[Held](), time.perf_counter() + LONGEST_SMALL_S
         try:
@@ -137,12 +129,16 @@ class LongRun:
             return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else 0.0
         return growth_per_shape(held) or 0.0
 
-    def _train_whole(self, batches: Iterable[StepBatch]) -> None:
-        """Train micro batches of the run's own size until there are enough to tell a trend."""
+    def _train_whole(self, batches: Iterable[StepBatch], small_bytes: int) -> None:
+        """Train micro batches of the run's own size until there are enough to tell a trend.
+
+        Args:
+            small_bytes: what small batches left.
+        """
         ends_s = time.perf_counter() + WHOLE_S
         with contextlib.suppress(Exception):  # memory may run out, say: what was seen until then tells the growth
             for batch in batches:
                 self.train(batch)
-                self._note_held()
+                self._note_held(small_bytes)
                 if growth_per_shape(self._held, MANY_INCREMENTS) is not None or time.perf_counter() > ends_s:
                     break

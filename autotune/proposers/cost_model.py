@@ -148,7 +148,7 @@ class CostModel:
 
     def lent(self, history: History) -> tuple[Config, Outcome] | None:
         """The first config that ran here with the techniques that were best in the most alike study; None where none did."""
-        if (first := self.taught.first()) is None:
+        if (first := self.taught.first) is None:
             return None
         best, baseline = history.space.snap(first.choices), history.space.baseline
         ran = (one for one in history.evidence if one[0].has_techniques_of(best) and one[0] != baseline)
@@ -159,7 +159,7 @@ class CostModel:
 
         Until then a search goes on as if it had been taught nothing, so that a study that misleads costs one probe.
         """
-        first, lent, baseline = self.taught.first(), self.lent(history), history.baseline
+        first, lent, baseline = self.taught.first, self.lent(history), history.baseline
         if first is None or first.speed_up is None or lent is None or baseline is None:
             return False
         found, plain, merit = lent[1].measurement, baseline.measurement, history.objective.merit

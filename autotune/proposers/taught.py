@@ -19,7 +19,7 @@ class StartWhereOthersEnded:
 
     def propose(self, history: History) -> Proposal | None:
         """That config; None where its techniques were probed at any batch, where it is the baseline, and where nothing was taught."""
-        first = self._cost_model.taught.first()
+        first = self._cost_model.taught.first
         if first is None or history.best is None:
             return None
         space, admissible = history.space, history.admissible()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from autotune.probe import measure
 from autotune.probe.measure import Run
 from autotune.records.config import ProbeSettings
 from autotune.session import prepare
+from tests.devices.processes import in_process
 
 LARGE_BYTES = 40 * 2**20
 FEW = {"batch_size": 8, "sample_s": 0.05, "num_steps": 2}
@@ -64,7 +64,7 @@ def leak_a_small_tensor_and_keep_a_block_for_each_shape(batch):
     keep_a_block_for_each_shape(batch)
 
 
-def run(keep, num_lengths, batch_size, sample_s, num_steps, has_own_memory):
+def run(keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_S, num_steps=20, has_own_memory=False):
     """What a probe tells where `keep` takes note of each batch, and how many samples each batch had."""
     sizes = []
 
@@ -88,54 +88,45 @@ def run(keep, num_lengths, batch_size, sample_s, num_steps, has_own_memory):
     return found, sizes
 
 
-@pytest.fixture(scope="module")
-def long_run():
-    """Runs in a process that holds nothing of other tests, as a probe does: neither a peak nor holes in which blocks would lie."""
-    fresh = multiprocessing.get_context("forkserver")
-    fresh.set_forkserver_preload([__name__])
-
-    def in_a_fresh_process(
-        keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_S, num_steps=20, has_own_memory=False
-    ):
-        with ProcessPoolExecutor(1, mp_context=fresh) as process:
-            return process.submit(run, keep, num_lengths, batch_size, sample_s, num_steps, has_own_memory).result()
-
-    return in_a_fresh_process
+def long_run(keep, **how):
+    """The same in a process that holds nothing of other tests, as a probe does: neither a peak nor holes in which blocks would lie."""
+    return in_process(partial(run, keep, **how))
 
 
-def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing(long_run):
+def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
     found, _ = long_run(keep_a_block_for_each_shape)
     assert found.long_run_growth_bytes > 100 * 2**20
     assert found.long_run_peak_bytes == found.peak_bytes + found.long_run_growth_bytes
     assert long_run(keep_nothing)[0].long_run_growth_bytes == 0
 
 
-def test_growth_by_shape_is_told_only_where_memory_is_the_hosts(long_run):
+def test_growth_by_shape_is_told_only_where_memory_is_the_hosts():
     found, _ = long_run(keep_a_block_for_each_shape, has_own_memory=True)
     assert found.growth_bytes_per_step > 10 * 2**20 and found.growth_bytes_per_shape == 0 == found.long_run_growth_bytes
 
 
-def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has(long_run):
+def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has():
     found, _ = long_run(keep_a_block_for_each_shape, num_lengths=40)
     num_left = 40 - found.num_shapes
     assert found.long_run_growth_bytes == pytest.approx(num_left * LARGE_BYTES, rel=0.2, abs=1)
 
 
 @pytest.mark.parametrize("sample_s", [FEW["sample_s"], 0.15])  # some whole batches after the small ones, or hardly any
-def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes(long_run, sample_s):
-    found, _ = long_run(keep_a_block_for_each_shape, **{**FEW, "sample_s": sample_s})
+def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes(sample_s):
+    few = {**FEW, "sample_s": sample_s}
+    found, _ = long_run(keep_a_block_for_each_shape, **few)
     assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
     assert found.long_run_growth_bytes > 100 * 2**20
-    assert not long_run(keep_nothing, **FEW)[0].growth_bytes_per_shape
+    assert not long_run(keep_nothing, **few)[0].growth_bytes_per_shape
 
 
-def test_small_batches_that_take_less_for_each_shape_are_followed_by_whole_ones(long_run):
+def test_small_batches_that_take_less_for_each_shape_are_followed_by_whole_ones():
     found, sizes = long_run(keep_a_block_for_each_shape_and_sample, **FEW)
     assert sizes[-1] == 2 and 8 in sizes[sizes.index(2) :]  # a leak is looked for with small ones
     assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
 
 
-def test_a_leak_is_no_cache_and_a_small_one_hides_none(long_run):
+def test_a_leak_is_no_cache_and_a_small_one_hides_none():
     found, _ = long_run(leak_a_large_tensor)
     assert found.leaks and found.growth_bytes_per_step > 10 * 2**20 and found.long_run_growth_bytes == 0
     for few in ({}, FEW):

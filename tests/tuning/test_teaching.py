@@ -260,4 +260,4 @@ def test_what_is_told_and_what_plays_rests_on_this_studys_probes_alone(tmp_path:
 
 def test_studies_that_are_hardly_alike_are_not_looked_at() -> None:
     assert lesson(PriorTrial(config={"amp": "bf16"}, kind=Kind.OK, speed=2.0), likeness=0.05).lessons == ()
-    assert lesson(PriorTrial(config={"amp": "bf16"}, kind=Kind.OK, speed=2.0), likeness=0.2).first() is None
+    assert lesson(PriorTrial(config={"amp": "bf16"}, kind=Kind.OK, speed=2.0), likeness=0.2).first is None
