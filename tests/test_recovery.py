@@ -1,5 +1,6 @@
 """The life after the search: memory runs out in the middle of a run, and the run goes on as if it had not."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -286,7 +287,7 @@ from autotune.devices.cpu import CpuDevice
 from autotune.task import Task
 from autotune.task.batches import StepBatch
 
-room_mib, path = int(sys.argv[1]), sys.argv[2]
+room_mib, size, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 
 
@@ -307,23 +308,27 @@ if room_mib:
     device.limit_memory(device.current_bytes() + room_mib * 2**20)
     long = x, y
 else:
-    long = StepBatch([((x[:8], y[:8]), 8), ((x[8:], y[8:]), 8)])
+    long = StepBatch([((x[at : at + size], y[at : at + size]), size) for at in range(0, 16, size)])
 losses = [session.step(batch) for batch in (make_batch(16), make_batch(16), long, make_batch(16), make_batch(16))]
 torch.save([losses, [p.detach() for p in session.model.parameters()]], path)
 """
 
 
 def test_a_run_survives_a_longer_input_under_a_real_memory_limit(tmp_path):
-    """The long batch needs some 200 MiB whole and half of that in two; only the limited process is given it whole."""
-    results = []
-    for room_mib in (0, 160):
+    """The long batch needs some 210 MiB whole and 140 MiB in two; only the limited process is given it whole."""
+
+    def train(room_mib, size):
         path = tmp_path / f"{room_mib}.pt"
-        command = [sys.executable, "-c", LONG_RUN, str(room_mib), str(path)]
+        command = [sys.executable, "-c", LONG_RUN, str(room_mib), str(size), str(path)]
         ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
         assert ended.returncode == 0, ended.stderr
-        assert ("out of memory in a micro batch of 16 samples" in ended.stderr) is bool(room_mib), ended.stderr
-        results.append(torch.load(path))
-    (expected_losses, expected), (losses, parameters) = results
+        return *torch.load(path), ended.stderr
+
+    losses, parameters, told = train(room_mib=175, size=16)
+    assert "out of memory in a micro batch of 16 samples" in told
+    sizes = re.findall(r"taken again in micro batches of (\d+)", told)
+    expected_losses, expected, nothing = train(room_mib=0, size=int(sizes[-1]))
+    assert "out of memory" not in nothing
     assert_equal(losses, expected_losses)
     assert_equal(parameters, expected)
 

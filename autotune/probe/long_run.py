@@ -18,7 +18,8 @@ from autotune.task.samples import is_stream
 
 NUM_SMALL = 10  # batches that are trained where too few whole ones were to see memory grow
 SMALL_S = 0.5  # for all of them
-LONGEST_SMALL_S = 2.0  # where they take longer for their size
+LONGER_SMALL_S = 2.0  # where they take longer for their size, and are enough by then to tell a trend
+LONGEST_SMALL_S = 4.0  # however few they are
 MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
 WHOLE_S = 4.0  # for whole batches, once small ones have shown that memory grows
 LOOK_S = 1.0  # for the shapes of batches that are yet to come
@@ -116,14 +117,16 @@ class LongRun:
     def _growth_of_small(self, size: int) -> float:
         """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
         shapes = self.shapes if size == self.session.config.batch_size else Shapes()
-        held, ends_s = list[Held](), time.perf_counter() + LONGEST_SMALL_S
+        held, began_s = list[Held](), time.perf_counter()
         try:
             for _ in range(MOST_DRAWN):
                 batch = self.draw(size)
                 if shapes.note(batch[0]):
                     self.train(batch)
                     held.append(Held(shapes.num_seen, self.device.current_bytes()))
-                if len(held) == NUM_SMALL or time.perf_counter() > ends_s:
+                taken_s = time.perf_counter() - began_s
+                are_enough = growth_per_shape(held) is not None
+                if len(held) == NUM_SMALL or taken_s > (LONGER_SMALL_S if are_enough else LONGEST_SMALL_S):
                     break
         except Exception as error:  # of the user's dataset, say
             return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else 0.0
