@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from autotune.devices import Device
-from autotune.probe.shapes import MANY_INCREMENTS, Held, Shapes, growth_per_shape, growth_where_it_grows
+from autotune.probe.shapes import MANY_INCREMENTS, Held, Shapes, are_enough, growth_per_shape, growth_where_it_grows
 from autotune.session import Session
 from autotune.task.batches import StepBatch
 from autotune.task.samples import is_stream
@@ -124,9 +124,8 @@ class LongRun:
                 if shapes.note(batch[0]):
                     self.train(batch)
                     held.append(Held(shapes.num_seen, self.device.current_bytes()))
-                taken_s = time.perf_counter() - began_s
-                are_enough = growth_per_shape(held) is not None
-                if len(held) == NUM_SMALL or taken_s > (LONGER_SMALL_S if are_enough else LONGEST_SMALL_S):
+                most_s = LONGER_SMALL_S if are_enough(held) else LONGEST_SMALL_S
+                if len(held) == NUM_SMALL or time.perf_counter() - began_s > most_s:
                     break
         except Exception as error:  # of the user's dataset, say
             return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else 0.0
@@ -143,5 +142,5 @@ class LongRun:
             for batch in batches:
                 self.train(batch)
                 self._note_held(small_bytes)
-                if growth_per_shape(self._held, MANY_INCREMENTS) is not None or time.perf_counter() > ends_s:
+                if are_enough(self._held, MANY_INCREMENTS) or time.perf_counter() > ends_s:
                     break

@@ -83,6 +83,11 @@ class Held:
     num_bytes: int
 
 
+def are_enough(held: Sequence[Held], fewest: int = FEWEST_INCREMENTS) -> bool:
+    """Whether so many batches tell a trend: that many increments after the first ones."""
+    return len(_settled(held)) > fewest
+
+
 def growth_per_shape(held: Sequence[Held], fewest: int = FEWEST_INCREMENTS) -> float | None:
     """Bytes by which memory grows with each new shape; 0 unless it clearly grows to the end, None where too few tell that.
 
@@ -92,11 +97,11 @@ def growth_per_shape(held: Sequence[Held], fewest: int = FEWEST_INCREMENTS) -> f
     Args:
         fewest: increments, after the first ones, that tell it.
     """
+    if not are_enough(held, fewest):
+        return None
     settled = _settled(held)
     settled = settled[:: -math.ceil(len(settled) / MOST_POINTS) or -1][::-1]  # the last one is among them
     count, increments = len(settled), [after.num_bytes - before.num_bytes for before, after in pairwise(settled)]
-    if len(increments) < fewest:
-        return None
     growing = sum(grown > PAGES_BYTES for grown in increments)
     taken, given_back = sum(max(0, grown) for grown in increments), sum(max(0, -grown) for grown in increments)
     if growing < STEPWISE * len(increments) or given_back > GIVEN_BACK * taken:
