@@ -353,7 +353,7 @@ class _Script:
         if not {"training_step", "train_step"} & self.parts:
             yield _DEFAULT_LOSS.rstrip("\n")
         if "train_step" in self.parts:
-            body = ["((batch, _),) = micro_batches", *self._ready(), *self._within(At.FORWARD, [_WHOLE_STEP])]
+            body = ["((batch, _),) = micro_batches", *self._ready(), *self._within(At.OWN_STEP, [_WHOLE_STEP])]
             yield _def_step("Returns what `train_step` returns.", self._within(At.STEP, body))
             return
         if self.weighs and not {"training_step", "loss_weight"} & self.parts:

@@ -88,7 +88,10 @@ class Amp(Technique):
         loop=Unsaid(("off", "bf16")),  # fp16 scales the loss
         torch=Table(
             {
-                "bf16": {At.FORWARD: "torch.autocast(DEVICE.type, torch.bfloat16)"},
+                "bf16": {
+                    At.FORWARD: "torch.autocast(DEVICE.type, torch.bfloat16)",
+                    At.OWN_STEP: "torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=False)",
+                },
                 "fp16": {At.FORWARD: "torch.autocast(DEVICE.type, torch.float16)", At.SCALER: _SCALER},
             }
         ),
@@ -147,9 +150,14 @@ class Amp(Technique):
         return Support(choices=tuple(choices), optional=tuple(optional), reason="; ".join(reasons))
 
     def apply(self, build: Build, choice: Choice) -> None:
-        """Wrap the forward pass; fp16 gets a GradScaler, bf16 (which has fp32's range) none."""
+        """Wrap the forward pass; fp16 gets a GradScaler, bf16 (which has fp32's range) none.
+
+        A whole step of the user's may update weights between two forward passes, and autocast's copies of them would stay as they were:
+        there it keeps none.
+        """
         dtype = torch.bfloat16 if choice == "bf16" else torch.float16
-        build.forward_contexts.append(partial(torch.autocast, build.device.kind, dtype))
+        keeps_copies = not build.task.takes_whole_steps
+        build.forward_contexts.append(partial(torch.autocast, build.device.kind, dtype, cache_enabled=keeps_copies))
         if choice == "fp16":
             if build.task.takes_whole_steps:
                 raise UnsupportedError(f"amp=fp16 needs gradient scaling: {REACHES_INTO_STEP}")

@@ -44,6 +44,7 @@ class At(StrEnum):
     STEP = "step"  # a context around an optimizer step
     BATCH = "batch"  # `batch`, a micro batch, is on the device
     FORWARD = "forward"  # a context around a forward pass
+    OWN_STEP = "own step"  # a context around a whole step of the user's, who may change weights between two forward passes of it
     SCALER = "scaler"  # the gradient scaler
 
 

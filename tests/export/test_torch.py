@@ -355,6 +355,15 @@ def test_a_task_built_in_python_has_a_marked_place_for_its_functions() -> None:
     assert ast.parse(exported.text)
 
 
+def test_a_step_of_the_users_own_runs_without_autocasts_copies_of_weights_which_it_may_update() -> None:
+    config = RESULT.config | {"amp": "bf16"}
+    exported = export(but(replace(RESULT, config=config), parts=("build_model", "train_step")), "torch")
+    assert (
+        "with torch.autocast(DEVICE.type, torch.bfloat16, cache_enabled=False):\n        return train_step"
+        in exported.text
+    )
+
+
 def executed(folder: Path, monkeypatch: pytest.MonkeyPatch, **answer: Any) -> dict[str, Any]:
     """What the exported script defines, in this process."""
     monkeypatch.setattr(sys, "path", [*sys.path])

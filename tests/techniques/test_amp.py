@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -142,6 +143,26 @@ def test_bf16_autocasts_the_forward_pass_and_needs_no_scaler(make_task):
     assert seen == [torch.bfloat16]
     assert session.scaler is None
     assert all(p.dtype is torch.float32 for p in session.model.parameters())
+
+
+def test_a_whole_step_of_the_users_own_sees_the_weights_that_it_has_just_updated(make_task):
+    seen = []
+
+    def train_step(model, optimizer, batch):
+        ones = torch.ones_like(batch[0])
+        before = model(ones)
+        before.sum().backward()
+        optimizer.step()
+        seen.append((before, model(ones)))
+        return before.sum()
+
+    optimizers = partial(torch.optim.SGD, lr=1.0)
+    task = make_task(linear, train_step=train_step, configure_optimizers=lambda model: optimizers(model.parameters()))
+    session = prepare(task, {"batch_size": 2, "amp": "bf16"}, device="cpu")
+    session.step(next(iter(session.loader)))
+    ((before, after),) = seen
+    assert before.dtype is after.dtype is torch.bfloat16
+    assert (after < before - 1).all()
 
 
 def test_fp16_has_a_scaler(make_task):
