@@ -102,6 +102,11 @@ def _whole(found: BatchSupport, baseline: BatchPlan, global_batch: int | None, c
     steps, most = divisors(global_batch), baseline.accumulation_steps
     kept = tuple(step for step in steps if step == most or (step < most and not is_coupled))
     stays = "so the batch is not cut into micro batches"
+    if (num := baseline.world.data_parallel) > 1:
+        stays = (
+            f"so each of the {num} processes takes its {global_batch} samples of a step in one micro batch; its loss is over these, "
+            f"and not over all {num * global_batch} as in one process"
+        )
     if most > 1 and not is_coupled:
         stays = "so the batch is not cut further than you cut it today"
     elif most > 1:

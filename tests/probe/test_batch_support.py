@@ -8,7 +8,7 @@ from torch import nn
 from autotune.errors import ConfigError
 from autotune.probe.batch_support import batch_support, fine_sizes
 from autotune.records.check import Coupling, Verdict
-from autotune.records.config import BatchPlan
+from autotune.records.config import BatchPlan, World
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import find_techniques
 
@@ -100,6 +100,12 @@ def test_where_nobody_knows_the_batch_is_not_cut_further_than_in_the_baseline():
     support = batch_support(BatchPlan(3, 4), global_batch=12, coupling=UNKNOWN)
     assert support.accumulation_steps == (1, 2, 3, 4) and support.optional_accumulation_steps == (6, 12)
     assert support.stays_whole and "nobody knows" in support.reason
+
+
+def test_where_processes_share_a_batch_whose_samples_a_loss_couples_it_is_told_over_which_of_them():
+    support = batch_support(BatchPlan(6, world=World(size=2)), global_batch=12, coupling=COUPLED)
+    assert support.accumulation_steps == (1,) and support.stays_whole
+    assert "its 6 samples of a step in one micro batch; its loss is over these, and not over all 12" in support.reason
 
 
 def test_without_a_global_batch_only_a_loss_that_couples_samples_keeps_the_batch():
