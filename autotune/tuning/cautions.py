@@ -19,6 +19,7 @@ from autotune.tuning.state import Search
 from autotune.units import format_bytes, plural
 
 FEW_ROUNDS = 2  # of the play-off
+CLEARLY_FASTER = 1.1  # times the answer's speed, by one process
 BATCH_RULES = (
     "the answer takes {samples} per optimizer step where the baseline takes {old}: scale the learning rate by {linear:.3g} "
     "(linear rule, SGD) or {root:.3g} (square-root rule, Adam), or keep the global batch with --global-batch {old}"
@@ -143,6 +144,39 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
         )
 
 
+def _faster_but_growing(answer: Answer) -> Iterator[str]:
+    """The fastest config that ran within the limit, and whose memory is expected to outgrow it, where it was clearly faster."""
+    history = answer.search.history
+    objective = history.objective
+    ran = [outcome.measurement.samples_per_s for outcome in answer.outcomes if outcome.measurement]
+    growing = {
+        config: outcome.measurement
+        for config, outcome in history.known.items()
+        if outcome.measurement is not None and objective.does_not_fit(outcome)
+        if outcome.measurement.long_run_growth_bytes > 0 and outcome.measurement.peak_bytes <= objective.usable_bytes
+    }
+    if not ran or not growing or not objective.rests_on_speed:
+        return
+    config, found = max(growing.items(), key=lambda item: item[1].samples_per_s)
+    if (ratio := found.samples_per_s / median(ran)) < CLEARLY_FASTER:
+        return
+    what = history.space.techniques.describe(config)
+    later, limit, needed = (
+        format_bytes(number)
+        for number in (
+            found.long_run_peak_bytes,
+            objective.memory_limit_bytes,
+            found.long_run_peak_bytes / (1 - objective.headroom),
+        )
+    )
+    yield (
+        f"{what} ran {ratio:.2f} times as fast as the answer in {format_bytes(found.peak_bytes)}, but its memory still grew: libraries "
+        f"may cache something for each new batch shape{_bound(answer)}. A long run is expected to need about {later}, which the limit of "
+        f"{limit} less headroom does not hold. The estimate is rough: `autotune verify` of that config with many --steps measures it, and "
+        f"a --memory-limit of {needed} lets it take part"
+    )
+
+
 def _bound(answer: Answer) -> str:
     """How to limit what oneDNN caches, in brackets; empty where training is not on a CPU."""
     if capabilities_of(answer.search.inspection.device.name).own_memory:
@@ -231,6 +265,7 @@ RULES: tuple[Rule, ...] = (
     _other_batch,
     _notes_of_techniques,
     _growing_memory,
+    _faster_but_growing,
     _compile_trouble,
     _never_ran,
     _overflows,

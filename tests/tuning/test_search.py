@@ -1,6 +1,7 @@
 """From a finished search to a recommendation: what is said of a play-off that was cut short, of failures, of checks."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -802,6 +803,16 @@ def test_what_a_long_run_would_not_have_the_memory_for_is_no_answer(tmp_path):
     assert answer(search).config["amp"] == "fp16"
     in_bf16 = [outcome for config, outcome in search.history.known.items() if config["amp"] == "bf16" and outcome.ok]
     assert in_bf16 and all(search.history.objective.does_not_fit(outcome) for outcome in in_bf16)
+
+
+def test_a_faster_config_that_a_long_run_would_not_have_the_memory_for_is_named_with_what_would_allow_it(tmp_path):
+    search = recommender(tmp_path, GrowingInBf16(), num_trials=12)
+    search.proposer = lambda: Listed([search.history.space.complete({"amp": "bf16"})])
+    search.undo_changes = search.untried = lambda: Listed(())
+    (warning,) = [text for text in answer(search).warnings if "times as fast as the answer" in text]
+    assert re.search(r"bf16.* ran 1\.4\d? times as fast as the answer in \d+ MiB, but its memory still grew", warning)
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64" in warning
+    assert re.search(r"a --memory-limit of 1\.\d+ GiB lets it take part", warning)
 
 
 def test_a_leak_is_named_by_its_line_in_the_searchs_warning(tmp_path):
