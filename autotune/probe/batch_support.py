@@ -101,12 +101,7 @@ def _whole(found: BatchSupport, baseline: BatchPlan, global_batch: int | None, c
         )
     steps, most = divisors(global_batch), baseline.accumulation_steps
     kept = tuple(step for step in steps if step == most or (step < most and not is_coupled))
-    stays = "so the batch is not cut into micro batches"
-    if (num := baseline.world.data_parallel) > 1:
-        stays = (
-            f"so each of the {num} processes takes its {global_batch} samples of a step in one micro batch; its loss is over these, "
-            f"and not over all {num * global_batch} as in one process"
-        )
+    num = baseline.world.data_parallel
     if most > 1 and not is_coupled:
         stays = "so the batch is not cut further than you cut it today"
     elif most > 1:
@@ -114,6 +109,13 @@ def _whole(found: BatchSupport, baseline: BatchPlan, global_batch: int | None, c
             f"what you run today cuts it into {most} micro batches of {baseline.batch_size}, which is not the loss over all "
             f"{global_batch}, and a search leaves that as it is"
         )
+    elif num > 1:
+        stays = (
+            f"so each of the {num} processes takes its {global_batch} samples of a step in one micro batch; its loss is over these, "
+            f"and not over all {num * global_batch} as in one process"
+        )
+    else:
+        stays = "so the batch is not cut into micro batches"
     return replace(
         found,
         accumulation_steps=kept,

@@ -156,10 +156,10 @@ class Amp(Technique):
         there it keeps none.
         """
         dtype = torch.bfloat16 if choice == "bf16" else torch.float16
-        keeps_copies = not build.task.takes_whole_steps
-        build.forward_contexts.append(partial(torch.autocast, build.device.kind, dtype, cache_enabled=keeps_copies))
+        is_own_step = build.task.takes_whole_steps
+        build.forward_contexts.append(partial(torch.autocast, build.device.kind, dtype, cache_enabled=not is_own_step))
         if choice == "fp16":
-            if build.task.takes_whole_steps:
+            if is_own_step:
                 raise UnsupportedError(f"amp=fp16 needs gradient scaling: {REACHES_INTO_STEP}")
             build.scaler = torch.amp.GradScaler(build.device.kind)
 

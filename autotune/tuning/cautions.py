@@ -133,9 +133,9 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
     elif later > 0:
         need = f"about {format_bytes(peak_bytes + later)} of the limit of {format_bytes(limit_bytes)}"
         yield (
-            f"{grows or 'memory still grows where a probe ends. '}No tensors were found that the training code keeps. Libraries may cache "
-            f"something for each new batch shape{_bound(answer)}. Such growth ends once every shape has occurred: a long run is "
-            f"expected to need {need}. `autotune verify` with many --steps measures it"
+            f"{grows or 'memory still grows where a probe ends. '}No tensors were found that the training code keeps. {_caches(answer)}. "
+            f"Such growth ends once every shape has occurred: a long run is expected to need {need}. `autotune verify` with many --steps "
+            "measures it"
         )
     else:
         yield (
@@ -150,40 +150,32 @@ def _faster_but_growing(answer: Answer) -> Iterator[str]:
     objective = history.objective
     ran = [outcome.measurement.samples_per_s for outcome in answer.outcomes if outcome.measurement]
     growing = {
-        config: outcome.measurement
+        config: found
         for config, outcome in history.known.items()
-        if outcome.measurement is not None and objective.does_not_fit(outcome)
-        if outcome.measurement.long_run_growth_bytes > 0 and outcome.measurement.peak_bytes <= objective.usable_bytes
+        if (found := outcome.measurement) and found.peak_bytes <= objective.usable_bytes < found.long_run_peak_bytes
     }
     if not ran or not growing or not objective.rests_on_speed:
         return
     config, found = max(growing.items(), key=lambda item: item[1].samples_per_s)
     if (ratio := found.samples_per_s / median(ran)) < CLEARLY_FASTER:
         return
-    what = history.space.techniques.describe(config)
-    later, limit, needed = (
-        format_bytes(number)
-        for number in (
-            found.long_run_peak_bytes,
-            objective.memory_limit_bytes,
-            found.long_run_peak_bytes / (1 - objective.headroom),
-        )
-    )
+    needed_bytes = found.long_run_peak_bytes / (1 - objective.headroom)
     yield (
-        f"{what} ran {ratio:.2f} times as fast as the answer in {format_bytes(found.peak_bytes)}, but its memory still grew: libraries "
-        f"may cache something for each new batch shape{_bound(answer)}. A long run is expected to need about {later}, which the limit of "
-        f"{limit} less headroom does not hold. The estimate is rough: `autotune verify` of that config with many --steps measures it, and "
-        f"a --memory-limit of {needed} lets it take part"
+        f"{history.space.techniques.describe(config)} ran {ratio:.2f} times as fast as the answer in {format_bytes(found.peak_bytes)}, but "
+        f"its memory still grew. {_caches(answer)}. A long run is expected to need about {format_bytes(found.long_run_peak_bytes)}, which "
+        f"the limit of {format_bytes(objective.memory_limit_bytes)} less headroom does not hold. The estimate is rough: `autotune verify` "
+        f"of that config with many --steps measures it, and a --memory-limit of {format_bytes(needed_bytes)} lets it take part"
     )
 
 
-def _bound(answer: Answer) -> str:
-    """How to limit what oneDNN caches, in brackets; empty where training is not on a CPU."""
+def _caches(answer: Answer) -> str:
+    """Where such memory may go, and on a CPU how to limit what oneDNN caches."""
+    may_cache = "Libraries may cache something for each new batch shape"
     if capabilities_of(answer.search.inspection.device.name).own_memory:
-        return ""
+        return may_cache
     return (
-        " (oneDNN keeps up to 1024 kernels; ONEDNN_PRIMITIVE_CACHE_CAPACITY=64, set for the search and the training, lowers that to 64 "
-        "and costs some speed)"
+        f"{may_cache} (oneDNN keeps up to 1024 kernels; ONEDNN_PRIMITIVE_CACHE_CAPACITY=64, set for the search and the training, lowers "
+        "that to 64 and costs some speed)"
     )
 
 

@@ -2,7 +2,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -156,8 +155,10 @@ def test_a_whole_step_of_the_users_own_sees_the_weights_that_it_has_just_updated
         seen.append((before, model(ones)))
         return before.sum()
 
-    optimizers = partial(torch.optim.SGD, lr=1.0)
-    task = make_task(linear, train_step=train_step, configure_optimizers=lambda model: optimizers(model.parameters()))
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    task = make_task(linear, train_step=train_step, configure_optimizers=sgd)
     session = prepare(task, {"batch_size": 2, "amp": "bf16"}, device="cpu")
     session.step(next(iter(session.loader)))
     ((before, after),) = seen
