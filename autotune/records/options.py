@@ -80,7 +80,7 @@ MEMORY_LIMIT = Option(
     "memory_limit",
     kinds.MEMORY,
     TASK,
-    "bytes of one training process, or a share of the device's; default: all that is free",
+    "bytes of one training process, or a share of the device's; default: what the study began with, all that is free for a new one",
 )
 GLOBAL_BATCH = Option("global_batch", kinds.COUNT, TASK, "samples per optimizer step, in place of the task's own")
 HEADROOM = Option("headroom", kinds.SHARE, TASK, "share of the memory limit to keep free")

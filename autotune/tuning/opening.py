@@ -80,13 +80,17 @@ class Kept:
     own: Place
     earlier: StudyFacts | None
 
-    @property
-    def notes(self) -> list[str]:
+    def notes(self, options: SearchOptions) -> list[str]:
         """What the user should know of where the search is kept."""
         found = [self.place.note] if self.place.note else []
         if self.own.beside:
             found.append(
                 f"the study {self.own.beside} has another memory limit; this search is kept beside it, in {self.place.study!r}"
+            )
+        if options.memory_limit_bytes is None and self.earlier and "memory_limit" in self.earlier.asked:
+            limit = format_bytes(self.earlier.memory_limit_bytes)
+            found.append(
+                f"the memory limit of {limit} is the one that this study began with; --memory-limit sets another"
             )
         return found
 
@@ -190,7 +194,7 @@ def open_search(
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(listener.tell))
         kept = stack.enter_context(lock_places(options, source, runner, fixed, techniques, found))
-        for note in kept.notes:
+        for note in kept.notes(options):
             listener.tell(note)
         if runner is None:
             assert source is not None
