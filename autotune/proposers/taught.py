@@ -42,7 +42,7 @@ class OnOwnJudgement:
     """Another proposer's proposals, which what like studies ended with does not change.
 
     It tells the models something, too, but a search that it sends another way may take many more probes. It counts from where the
-    proposer would have it probed.
+    proposer would have it probed, and where it shows that a proposal does not fit.
     """
 
     def __init__(self, proposer: Proposer, cost_model: CostModel) -> None:
@@ -55,7 +55,10 @@ class OnOwnJudgement:
         if lent is None or lent[0] in self._counted:
             return self._proposer.propose(history)
         proposal = self._proposer.propose(history.without(lent[0]))
-        if proposal is None or proposal.config != lent[0]:
+        if proposal is None:
+            return None
+        if proposal.config == lent[0]:
+            self._counted.add(lent[0])
+        elif self._cost_model.is_likely_to_fit(history, proposal.config):
             return proposal
-        self._counted.add(lent[0])
         return self._proposer.propose(history)

@@ -1,0 +1,71 @@
+"""When the first probe, which a like study chose, counts for the probes after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.proposers.taught import OnOwnJudgement
+from autotune.records.config import Config
+from autotune.records.study import Proposal
+
+
+def config(batch_size: int) -> Config:
+    return Config((("batch_size", batch_size),))
+
+
+LENT, OWN, LEANER = config(64), config(32), config(8)
+
+
+class Seen:
+    """A history that knows what was lent, or not."""
+
+    def __init__(self, *, with_lent: bool = True) -> None:
+        self.with_lent = with_lent
+
+    def without(self, lent: Config) -> Seen:
+        assert lent == LENT
+        return Seen(with_lent=False)
+
+
+class Model:
+    """A cost model that has seen how much memory takes what was lent."""
+
+    def __init__(self, *too_large: Config) -> None:
+        self.too_large = too_large
+
+    def lent(self, history: Seen) -> tuple[Config, None]:
+        return LENT, None
+
+    def is_likely_to_fit(self, history: Seen, config: Config) -> bool:
+        assert history.with_lent
+        return config not in self.too_large
+
+
+class Inner:
+    """A proposer that proposes a leaner config where it knows what was lent."""
+
+    def __init__(self, untaught: Config | None) -> None:
+        self.untaught = untaught
+
+    def propose(self, history: Seen) -> Proposal | None:
+        chosen = LEANER if history.with_lent else self.untaught
+        return None if chosen is None else Proposal(config=chosen)
+
+
+def proposed(untaught: Config | None, *too_large: Config) -> Config | None:
+    judging: Any = OnOwnJudgement(Inner(untaught), Model(*too_large))  # type: ignore[arg-type]
+    found = judging.propose(Seen())
+    return None if found is None else found.config
+
+
+def test_a_search_goes_on_as_if_nothing_had_been_lent() -> None:
+    assert proposed(OWN) == OWN
+    assert proposed(None) is None
+
+
+def test_what_was_lent_counts_from_where_it_would_have_been_probed() -> None:
+    assert proposed(LENT) == LEANER
+
+
+def test_what_it_shows_not_to_fit_is_not_probed() -> None:
+    assert proposed(OWN, OWN) == LEANER
