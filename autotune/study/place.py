@@ -38,6 +38,8 @@ BEAT_S = 30.0  # between two signs of life of a controller: each write takes a d
 # so long after its last sign of life a controller on another machine counts as gone: 20 beats, since a write may wait for a busy
 # database, and the clocks of two machines differ
 GONE_AFTER_S = 600.0
+TASK = "task"  # of a fingerprint: the hash of its source
+MOST_SHOWN = 100  # characters of a value in a message
 MEMORIES = {"memory_limit_bytes": "memory limit", "total_bytes": "memory of the device"}  # of a fingerprint, in words
 
 
@@ -249,14 +251,11 @@ def require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None
         StudyError: the study has other values.
     """
     was, now = _flat(known), _flat(wanted)
-    differences = []
-    for key in sorted({*was, *now}):
-        if was.get(key) == now.get(key) or (key == "total_bytes" and same_memory(was[key] or 0, now[key] or 0)):
-            continue
-        before, after = _shown(was, key), _shown(now, key)
-        if before == after:  # a few bytes apart
-            before, after = f"{was[key]} bytes", f"{now[key]} bytes"
-        differences.append(f"{MEMORIES.get(key, key)} was {before} and is {after}")
+    differences = [
+        _difference(key, was.get(key, ""), now.get(key, ""))  # a variable of the environment that is not set is empty
+        for key in sorted({*was, *now}, key=lambda key: (key != TASK, key))
+        if was.get(key) != now.get(key) and not (key == "total_bytes" and same_memory(was[key] or 0, now[key] or 0))
+    ]
     if differences:
         raise StudyError(
             f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
@@ -271,10 +270,31 @@ def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
     return {**{key: value for key, value in found.items() if key != "environment"}, **fingerprint.environment}
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    value = values.get(key, "")  # a variable of the environment that is not set
+def _difference(key: str, before: Any, after: Any) -> str:
+    if key == TASK:
+        return "it is of another task, or of other code"
+    shown = [_shown(key, value) for value in _apart(before, after)]
+    if shown[0] == shown[1]:  # a few bytes apart
+        shown = [f"{before} bytes", f"{after} bytes"]
+    return f"{MEMORIES.get(key, key)} was {shown[0]} and is {shown[1]}"
+
+
+def _apart(before: Any, after: Any) -> tuple[Any, Any]:
+    """Of two collections what is not in both; other values as they are."""
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        only = [one for one in before if one not in after], [one for one in after if one not in before]
+        return only if any(only) else (before, after)
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        was, now = ({name: list(of.get(name, ())) for name in names} for of in (before, after))
+        return was, now
+    return before, after
+
+
+def _shown(key: str, value: Any) -> str:
     if value is None:
         return "none" if key == "global_batch" else "not recorded"  # by another version
     if key in MEMORIES:
         return format_bytes(value)
-    return repr(list(value) if isinstance(value, tuple) else value)
+    shown = repr(list(value) if isinstance(value, tuple) else value)
+    return shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}…"

@@ -109,8 +109,19 @@ def test_sizes_that_come_from_elsewhere_are_a_difference(tmp_path: Path, change:
     ((name, value),) = change.items()
     with pytest.raises(StudyError) as caught:
         Store(place, stated(inspection(facts=dataclasses.replace(FACTS, **change))))
-    was, now = (list(one) if isinstance(one, tuple) else one for one in (getattr(FACTS, name), value))
+    was, now = getattr(FACTS, name), value
+    if isinstance(value, tuple):  # what both have is left out
+        was, now = [was[0]], [now[0]]
     assert f"{name} was {was!r} and is {now!r}." in str(caught.value)
+
+
+def test_a_study_of_another_task_is_named_so_first_and_long_values_are_cut(tmp_path: Path) -> None:
+    place = place_of(str(tmp_path / "other.db"), None, "other")
+    Store(place, stated())
+    batch = tuple(f"float32 (2, {width})" for width in range(100))
+    with pytest.raises(StudyError, match="comparable with it: it is of another task, or of other code; ") as caught:
+        Store(place, stated(inspection(facts=dataclasses.replace(FACTS, source_hash="other", batch=batch))))
+    assert "batch was " in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_a_study_goes_on_where_the_kernel_keeps_a_page_more_and_not_in_half_the_memory(tmp_path: Path) -> None:
