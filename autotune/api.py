@@ -256,7 +256,8 @@ def verify_answer(
 ) -> tuple[Outcome, Recheck | None]:
     """Run a study's answer as `verify` does, and where it told a gain, the baseline beside it: each twice, in turns.
 
-    What is seen of the gain is kept in the study, and for the next searches on this machine (`autotune.tuning.later`).
+    What is seen of the gain is kept in the study, and for the next searches on this machine (`autotune.tuning.later`), unless the
+    task's code has changed since.
 
     Args:
         task, logs, on_warning: as in `probe`.
@@ -274,16 +275,20 @@ def verify_answer(
     asked = VerifyOptions.of(options, total_bytes=_total_bytes)
     base = answer.baseline.config if answer.baseline is not None and answer.speedup_ci is not None else None
     turns = [answer.config] if base is None else [answer.config, base, base, answer.config]
-    outcomes, device = _run_each(task, turns, asked, asked.num_steps, logs, on_warning)
+    outcomes, inspection = _run_each(task, turns, asked, asked.num_steps, logs, on_warning)
     own, beside = outcomes[::3], outcomes[1:3]
     seen = recheck_answer(answer, own, beside)
-    if seen is not None:
+    searched_hash = study.facts.fingerprint.task
+    is_same_code = inspection is None or searched_hash in (None, inspection.facts.source_hash)
+    if not is_same_code:
+        on_warning("the task's code has changed since that search, so what is seen of the gain now is not kept")
+    if seen is not None and is_same_code:
         try:
             keep_recheck(study.url, study.name, seen)
         except StudyError as error:
             on_warning(f"what was seen of the gain is not kept in the study: {error}")
-        if device is not None:
-            RecheckCache(study.file.parent if study.file else logs, holds_for(device)).add(seen)
+        if inspection is not None:
+            RecheckCache(study.file.parent if study.file else logs, holds_for(inspection.device)).add(seen)
     failed = next((outcome for outcome in own if not outcome.ok), None)
     return failed or max(own, key=samples_per_s), seen
 
@@ -295,8 +300,8 @@ def _run_each(
     num_steps: int,
     logs: Path,
     on_warning: Callable[[str], None],
-) -> tuple[list[Outcome], DeviceInfo | None]:
-    """Run configs one after the other. The device is None where the task could not be inspected."""
+) -> tuple[list[Outcome], Inspection | None]:
+    """Run configs one after the other. The inspection is None where it failed."""
     for config in configs:
         find_techniques().complete(config)  # refuses a typo before anything takes seconds
     source = TaskSource.of(task).with_global_batch(options.global_batch)
@@ -325,15 +330,14 @@ def _run_each(
             trained=runner.techniques.trained(complete[0]),
             world=runner.world,
         )
-        device = None
+        inspection = None
         with contextlib.suppress(JobFailed):  # the probe will say better why it failed
             inspection = runner.run(job)
-            device = inspection.device
             for config in complete:
                 _require_support(config, inspection, runner.techniques)
             for warning in inspection.facts.warnings:
                 on_warning(warning)
-        return [runner.probe(config, settings) for config in complete], device
+        return [runner.probe(config, settings) for config in complete], inspection
 
 
 def _require_support(config: Config, inspection: Inspection, techniques: Techniques) -> None:

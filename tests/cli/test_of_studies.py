@@ -42,6 +42,12 @@ def answer_with(study: Path, samples_per_s: float, **asked: int) -> None:
     kept.set_user_attr("result", {**result, "samples_per_s": samples_per_s, "asked": asked})
 
 
+def searched_with(study: Path, source_hash: str) -> None:
+    """Let the study be of a task with that code."""
+    kept = optuna.load_study(study_name="gpt", storage=f"sqlite:///{study}")
+    kept.set_user_attr("fingerprint", {**kept.user_attrs["fingerprint"], "task": source_hash})
+
+
 def test_a_report_is_a_page_named_after_the_study_or_as_one_says(
     study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +111,10 @@ def test_an_answer_that_has_become_slower_is_told_by_the_exit_code(
         len(Rechecks.from_dict(json.loads(file.read_text())).rechecks) for file in tmp_path.glob(".rechecks/*")
     ] == [1]
     assert told["holds"] and told["expected_samples_per_s"] == pytest.approx(0.095)
+    searched_with(study, "other code")
+    assert main(command) == 0
+    assert "the task's code has changed since that search" in capsys.readouterr().err
+    assert len(load_study(study, study="gpt").facts.rechecks) == 1
     answer_with(study, 1e12, global_batch=GLOBAL_BATCH)
     assert main([*command, "--max-regression", "10%"]) == 1
     assert "the answer of " in capsys.readouterr().err
