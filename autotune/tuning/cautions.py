@@ -192,7 +192,8 @@ def _never_ran(answer: Answer) -> Iterator[str]:
         yield f"{named} failed each time it was run ({plural(len(failed), 'probe')}): {last.cause}{log}"
     # where the answer is the baseline, the verdict says so already
     if answer.config != history.space.baseline and (never := _asked_and_never_run(answer)):
-        yield f"never run, though you asked for it: {', '.join(never)}; a larger --budget leaves time for it"
+        more = "the same command goes on" if answer.search.interrupted() else "a larger --budget leaves time for it"
+        yield f"never run, though you asked for it: {', '.join(never)}; {more}"
 
 
 def _asked_and_never_run(answer: Answer) -> list[str]:
@@ -242,11 +243,13 @@ def _crowded(answer: Answer) -> Iterator[str]:
 
 
 def _few_rounds(answer: Answer) -> Iterator[str]:
-    if answer.standing is not None and 0 < answer.standing.num_rounds <= FEW_ROUNDS:
-        yield (
-            f"the budget left time for only {plural(answer.standing.num_rounds, 'round')} of the play-off; "
-            "a larger --budget gives a more certain answer"
-        )
+    if answer.standing is None or not 0 < answer.standing.num_rounds <= FEW_ROUNDS:
+        return
+    rounds = plural(answer.standing.num_rounds, "round")
+    if answer.search.interrupted():
+        yield f"the search was interrupted after {rounds} of the play-off; the same command goes on and gives a more certain answer"
+    else:
+        yield f"the budget left time for only {rounds} of the play-off; a larger --budget gives a more certain answer"
 
 
 RULES: tuple[Rule, ...] = (

@@ -121,7 +121,12 @@ def test_a_play_off_interrupted_later_confirms_what_it_found(tmp_path):
     made = recommender(tmp_path, runner, interrupted=lambda: len(runner.played) >= 5)
     with pytest.raises(Interrupted) as raised:
         answer(made)
-    assert raised.value.result.confirmed and raised.value.result.baseline is not None
+    found = raised.value.result
+    assert found.confirmed and found.baseline is not None
+    assert any(
+        "interrupted after 2 rounds of the play-off; the same command goes on" in text for text in found.warnings
+    )
+    assert not any("larger --budget" in text for text in found.warnings)
 
 
 def test_steps_are_split_by_phase_in_the_search_and_not_once_more_in_the_play_off(tmp_path):
