@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.techniques import SPREAD, Phase, Techniques, find_techniques, shards_parameters
+from autotune.techniques import SPREAD, Phase, Technique, Techniques, find_techniques, shards_parameters
 from autotune.techniques.frameworks import (
     ACCELERATE,
     BATCH,
@@ -119,7 +119,7 @@ def arguments(
             if name not in techniques:
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
             elif choice != techniques[name].off and name not in users_own:
-                unsaid[name] = f"{techniques[name].label(choice)}: {lost.get(name, no_words)}"
+                unsaid[name] = unsaid_of(techniques[name], choice, lost.get(name, no_words))
     if result.evaluation is not None and (size := result.evaluation.eval_batch_size) is not None:
         for framework in EVAL_BATCH.keys() & set(frameworks):
             said[framework] |= EVAL_BATCH[framework].write(size)
@@ -134,6 +134,12 @@ def arguments(
     if SPREAD not in unsaid and not techniques.is_off(SPREAD, result.config.get(SPREAD, techniques[SPREAD].off)):
         unsaid |= _said_of_shards(techniques, result, frameworks)
     return said, unsaid
+
+
+def unsaid_of(technique: Technique, choice: Choice, why: str) -> str:
+    """Why a choice is not said, with its label where that is not the key itself."""
+    label = technique.label(choice)
+    return why if label == technique.name else f"{label}: {why}"
 
 
 def launching(result: Result) -> dict[str, str]:
@@ -171,7 +177,7 @@ def _said_of_shards(techniques: Techniques, result: Result, frameworks: Sequence
     """What the words of techniques that are on do to shards besides."""
     on = {name: choice for name, choice in result.config.items() if name in techniques}
     return {
-        name: f"{techniques[name].label(choice)}: {words.on_shards}"
+        name: unsaid_of(techniques[name], choice, words.on_shards)
         for name, choice in on.items()
         for framework in frameworks
         if choice != techniques[name].off and (words := techniques[name].frameworks.get(framework)) and words.on_shards

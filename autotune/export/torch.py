@@ -10,7 +10,7 @@ from textwrap import indent, wrap
 
 from autotune.devices import capabilities_of
 from autotune.errors import ConfigError
-from autotune.export.base import NO_PLACES, Export, Exporter, SearchedChoices, lost_of, unknown_of_copies
+from autotune.export.base import NO_PLACES, Export, Exporter, SearchedChoices, lost_of, unknown_of_copies, unsaid_of
 from autotune.export.source import Source
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
@@ -199,7 +199,7 @@ class _Script:
         elif name not in self.result.places and any(_OF_PLACES.search(text) for text in lines.values()):
             why = NO_PLACES
         if why or lines is None:
-            self.unsaid[name] = f"{technique.label(choice)}: {why}"
+            self.unsaid[name] = unsaid_of(technique, choice, why)
             return
         found = self.result.places.get(name, {})
         places = ", ".join(f"{role}={json.dumps(names)}" for role, names in found.items())

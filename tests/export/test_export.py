@@ -126,7 +126,7 @@ def test_what_cannot_be_said_is_listed_with_the_reason() -> None:
     config = {**RESULT.config, "channels_last": True, "a_technique_of_tomorrow": "spline"}
     unsaid = export(but(RESULT, config=config), "transformers").unsaid
     assert unsaid == {
-        "channels_last": "channels_last: `TrainingArguments` has no argument for it",
+        "channels_last": "`TrainingArguments` has no argument for it",
         "a_technique_of_tomorrow": "no technique of that name is installed here, so 'spline' cannot be translated",
     }
 
