@@ -26,7 +26,7 @@ from autotune.techniques.frameworks import (
 )
 
 SearchedChoices = Mapping[str, Sequence[Choice]]  # technique -> choices that were searched; may lack some or all
-_AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader, unless the dataset or a sampler has an order
+_AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader; a stream has an order of its own
 # give the micro batches of a step equal weights; transformers counts labels
 _ALIKE = {ACCELERATE, DEEPSPEED, LIGHTNING}
 _OVER_ACCELERATE = {ACCELERATE, TRANSFORMERS}  # the second trains by the first
@@ -101,7 +101,8 @@ def arguments(
     Returns:
         framework -> its arguments; key of the config (or `eval_batch_size`, `loss_weight`) -> why it is in none of them.
     """
-    said: dict[str, dict[str, Any]] = {framework: {**_AS_MEASURED.get(framework, {})} for framework in frameworks}
+    as_measured = {} if "IterableDataset" in result.subject.parts else _AS_MEASURED
+    said: dict[str, dict[str, Any]] = {framework: {**as_measured.get(framework, {})} for framework in frameworks}
     unsaid: dict[str, str] = {}
     techniques = find_techniques()
     lost = lost_of(techniques, result, frameworks)

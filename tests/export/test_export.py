@@ -86,6 +86,12 @@ def test_transformers_is_told_batch_accumulation_and_each_technique_in_its_own_w
     assert not exported.unsaid
 
 
+def test_the_loader_shuffles_unless_the_dataset_is_a_stream() -> None:
+    stream = but(RESULT, parts=("train_dataset", "IterableDataset"))
+    assert json.loads(export(RESULT, "lightning").text)["dataloader"]["shuffle"]
+    assert "shuffle" not in json.loads(export(stream, "lightning").text)["dataloader"]
+
+
 def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
     result = but(RESULT, evaluation=Evaluation(eval_batch_size=64))
     assert json.loads(export(result, "transformers").text)["per_device_eval_batch_size"] == 64
