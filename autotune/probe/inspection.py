@@ -312,9 +312,12 @@ def _completed(
         given[BATCH_SIZE] = largest_batch_size(min(usual, dataset_size or usual), task.global_batch, world)
     try:
         others = {name: choice for name, choice in given.items() if name != BATCH_SIZE}
+        if dataset_size is not None and int(techniques.validate(BATCH_SIZE, given[BATCH_SIZE])) > dataset_size:
+            raise ConfigError(f"the training set has {dataset_size} samples, fewer than one micro batch")
         return techniques.complete(others, baseline=given, global_batch=task.global_batch, world=world)
     except ConfigError as error:
-        raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct BASELINE") from None
+        what = "BASELINE" if task.global_batch is None else "BASELINE or GLOBAL_BATCH (--global-batch)"
+        raise TaskError(f"the baseline {dict(task.baseline or {})!r} is not valid: {error}; correct {what}") from None
 
 
 def _supported(technique: Technique, setting: Setting, untrained: Untrained | None) -> Support:

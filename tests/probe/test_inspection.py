@@ -144,6 +144,13 @@ def test_a_baseline_that_is_no_config_of_the_task_is_refused(baseline, global_ba
         assert text in str(caught.value), str(caught.value)
 
 
+def test_a_baseline_of_more_samples_than_the_training_set_has_is_refused_at_once():
+    three = torch.utils.data.TensorDataset(torch.ones(3, 3, 8, 8), torch.zeros(3, dtype=torch.long))
+    task = dataclasses.replace(on_images(), make_batch=None, train_dataset=lambda: three, baseline={"batch_size": 8})
+    with pytest.raises(TaskError, match="the training set has 3 samples, fewer than one micro batch; correct BASELINE"):
+        inspected(task)
+
+
 @pytest.mark.parametrize(
     ("baseline", "global_batch", "together", "alone"),
     [
