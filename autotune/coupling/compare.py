@@ -333,7 +333,8 @@ _OR_PADDING: _Reason = (
 
 def _coupled(cause: Cause, num_samples: int, error: float, reason: _Reason | None = None, **details: str) -> Coupling:
     named, small = plural(num_samples, "sample"), plural(-(-num_samples // 2), "sample")
-    differs = f"differs by {100 * error:.2g} % from" if math.isfinite(error) else "is finite, unlike"
+    percent = f"{100 * error:.2g}" if error < 0.99 else f"{100 * error:,.0f}"
+    differs = f"differs by {percent} % from" if math.isfinite(error) else "is finite, unlike"
     seen = f"the gradient of {named} {differs} that of the same samples in micro batches of {small}"
     why, remedy = reason or _REASONS[cause]
     return Coupling(
