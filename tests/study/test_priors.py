@@ -50,6 +50,14 @@ def test_a_later_search_of_a_study_takes_the_place_of_the_earlier(tmp_path: Path
     assert store.studies() == [left(speed=1.7)]
 
 
+def test_a_later_search_that_tried_less_or_has_no_answer_takes_nothing_away(tmp_path: Path) -> None:
+    store, richer = PriorStore(tmp_path), left()
+    store.keep(richer)
+    store.keep(replace(left(speed=1.7), trials=richer.trials[:1]))
+    store.keep(replace(left(speed=1.7), answer={}))
+    assert store.studies() == [richer]
+
+
 def test_optuna_itself_opens_the_journal(tmp_path: Path) -> None:
     PriorStore(tmp_path).keep(left())
     (file,) = PriorStore(tmp_path).files
