@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from autotune.devices import Device
+from autotune.probe.kernel_cache import cache_capacity, num_kernels_made
 from autotune.probe.shapes import MANY_INCREMENTS, Held, Shapes, are_enough, growth_per_shape, growth_where_it_grows
 from autotune.session import Session
 from autotune.task.batches import StepBatch
 from autotune.task.samples import is_stream
+from autotune.units import MIB
 
 NUM_SMALL = 10  # batches that are trained where too few whole ones were to see memory grow
 SMALL_S = 0.5  # for all of them
@@ -24,6 +29,11 @@ MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trai
 WHOLE_S = 4.0  # for whole batches, once small ones have shown that memory grows
 LOOK_S = 1.0  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
+NUM_COUNTED = 3  # batches of new shapes whose kernels are counted
+COUNT_S = 1.0  # for them
+MOST_KERNEL_BYTES = 8 * MIB  # a kernel took 1.6 MiB, also of the heap around it; where more is kept, other things are
+# What a full cache takes, in relation to what its kernels took at first: 1.26 of it in a net over graphs, after ten times as many.
+FRAGMENTED = 1.5
 
 
 @dataclass
@@ -109,6 +119,26 @@ class LongRun:
                 if time.perf_counter() > ends_s:
                     break
         return self.shapes.num_expected() - self._num_shapes_at_peak
+
+    def most_cached_bytes(self, per_shape: float, whole: Iterable[StepBatch]) -> float:
+        """What memory grows by until oneDNN's cache of kernels is full; infinite where that is not known, or kernels are not what grows.
+
+        Args:
+            per_shape: bytes for each new shape.
+            whole: more micro batches of the run's own size. Those of a new shape are trained, and the kernels counted that they need.
+        """
+        made, num_seen, ends_s = list[int](), self.shapes.num_seen, time.perf_counter() + COUNT_S
+        with contextlib.suppress(Exception):  # memory may run out, say
+            for batch in islice(whole, MOST_DRAWN):
+                if self.shapes.num_seen > num_seen:
+                    num_seen = self.shapes.num_seen
+                    made.append(num_kernels_made(partial(self.train, batch)))
+                if len(made) == NUM_COUNTED or time.perf_counter() > ends_s:
+                    break
+        capacity, each = cache_capacity(), fmean(made) if made else 0.0
+        if not capacity or not each or per_shape > each * MOST_KERNEL_BYTES or num_seen * each > capacity:
+            return math.inf
+        return FRAGMENTED * per_shape * capacity / each
 
     def _note_held(self, small_bytes: int = 0) -> None:
         """Note it without what small batches left, whose shapes are not among those of the run."""

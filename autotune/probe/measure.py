@@ -159,8 +159,11 @@ class Run:
         is_leak = bool(measured.leaks) and grown_bytes <= 2 * leaked_bytes
         if is_leak or not per_shape:
             return measured
+        may_count = may_train and num_graphs() == self._graphs_before  # each new shape might be compiled anew
+        most_bytes = self._long_run.most_cached_bytes(per_shape, whole if may_count else ())
         num_left = self._long_run.num_shapes_to_come(self._micro_batches if may_train else ())
-        return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=round(num_left * per_shape))
+        grown_bytes = round(min(num_left * per_shape, most_bytes))
+        return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=grown_bytes)
 
     @property
     def _small_size(self) -> int | None:

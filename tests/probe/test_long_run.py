@@ -9,17 +9,20 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.backends import mkldnn
 
 from autotune import Task
 from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
-from autotune.probe import measure
+from autotune.probe import kernel_cache, measure
+from autotune.probe.long_run import FRAGMENTED
 from autotune.probe.measure import Run
 from autotune.records.config import ProbeSettings
 from autotune.session import prepare
 from tests.devices.processes import in_process
 
 LARGE_BYTES = 40 * 2**20
+NUM_KERNELS = 16
 FEW = {"batch_size": 8, "sample_s": 0.05, "num_steps": 2}
 kept = {}  # in a process of its own for each run
 
@@ -53,6 +56,16 @@ def keep_a_block_for_each_shape(batch):
 
 def keep_a_block_for_each_shape_and_sample(batch):
     kept.setdefault(batch.shape, bytearray(len(batch) * LARGE_BYTES // 8))
+
+
+def make_kernels_for_each_shape(batch):
+    for num_channels in range(8, 8 + NUM_KERNELS):
+        torch.nn.functional.conv2d(torch.ones(4, 16, batch.shape[1], 64), torch.ones(num_channels, 16, 5, 5))
+
+
+def keep_a_block_for_each_shape_beside_a_kernel(batch):
+    torch.nn.functional.conv2d(torch.ones(4, 16, batch.shape[1], 64), torch.ones(8, 16, 5, 5))
+    keep_a_block_for_each_shape(batch)
 
 
 def leak_a_large_tensor(batch):
@@ -103,6 +116,20 @@ def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
 def test_growth_by_shape_is_told_only_where_memory_is_the_hosts():
     found, _ = long_run(keep_a_block_for_each_shape, has_own_memory=True)
     assert found.growth_bytes_per_step > 10 * 2**20 and found.growth_bytes_per_shape == 0 == found.long_run_growth_bytes
+
+
+@pytest.mark.skipif(not mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_growth_by_kernels_is_expected_to_end_where_their_cache_is_full():
+    found, _ = long_run(make_kernels_for_each_shape)
+    most_shapes = kernel_cache.CAPACITY / NUM_KERNELS
+    assert most_shapes < 200 - found.num_shapes
+    assert 0 < found.long_run_growth_bytes <= 1.01 * FRAGMENTED * most_shapes * found.growth_bytes_per_shape
+
+
+def test_growth_by_what_is_no_kernel_is_expected_to_go_on_where_kernels_are_made_too():
+    found, _ = long_run(keep_a_block_for_each_shape_beside_a_kernel)
+    alone, _ = long_run(keep_a_block_for_each_shape)
+    assert found.long_run_growth_bytes == pytest.approx(alone.long_run_growth_bytes, rel=0.1)
 
 
 def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has():
