@@ -256,8 +256,8 @@ def verify_answer(
 ) -> tuple[Outcome, Recheck | None]:
     """Run a study's answer as `verify` does, and where it told a gain, the baseline beside it: each twice, in turns.
 
-    What is seen of the gain is kept in the study, and for the next searches on this machine (`autotune.tuning.later`), unless the
-    task's code has changed since.
+    What is seen of the gain is kept in the study, and for the next searches on this machine (`autotune.tuning.later`), unless it is
+    another task, or its code has changed since.
 
     Args:
         task, logs, on_warning: as in `probe`.
@@ -280,9 +280,11 @@ def verify_answer(
     seen = recheck_answer(answer, own, beside)
     searched_hash = study.facts.fingerprint.task
     is_same_code = inspection is None or searched_hash in (None, inspection.facts.source_hash)
-    if not is_same_code:
-        on_warning("the task's code has changed since that search, so what is seen of the gain now is not kept")
-    if seen is not None and is_same_code:
+    if seen is not None and not is_same_code:
+        on_warning(
+            "this is another task than the study's, or its code has changed, so what is seen of the gain is not kept"
+        )
+    elif seen is not None:
         try:
             keep_recheck(study.url, study.name, seen)
         except StudyError as error:

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from autotune.records.config import BATCH_KEYS, Choice
@@ -31,6 +31,7 @@ OTHER_MODEL_OF_DEVICE = 0.6  # or another set of its instructions
 OTHER_THREADS = 0.8
 OTHER_KIND_OF_DEVICE = 0.1
 OTHER_WORLD = 0.3
+MOST_TRIALS = 100  # of several searches of one task: models are fitted to all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +188,21 @@ class PriorStudy(Record):
             searched_at=searched_at,
             trials=tuple(_beside(config.as_dict(), outcome, baseline) for config, outcome in searched.items()),
         )
+
+    def with_trials_of(self, earlier: Self) -> Self:
+        """This study with the configs that an earlier search tried besides, and with its answer where this one has none.
+
+        Speeds and peaks are over the baseline's, so nothing is taken from a search with another one.
+        """
+        if earlier.baseline != self.baseline:
+            return self
+        own = [trial.config for trial in self.trials]
+        besides = [trial for trial in earlier.trials if trial.config not in own][: max(0, MOST_TRIALS - len(own))]
+        both = self.space, earlier.space
+        space = {
+            name: tuple(dict.fromkeys(c for one in both for c in one.get(name, ()))) for one in both for name in one
+        }
+        return replace(self, answer=self.answer or earlier.answer, space=space, trials=(*self.trials, *besides))
 
 
 def name_of(task: str, known: Fingerprint) -> str:

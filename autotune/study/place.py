@@ -271,24 +271,23 @@ def _flat(fingerprint: Fingerprint) -> dict[str, Any]:
 
 
 def _difference(key: str, before: Any, after: Any) -> str:
-    if key == TASK:
+    if key == TASK and None not in (before, after):
         return "it is of another task, or of other code"
-    shown = [_shown(key, value) for value in _apart(before, after)]
-    if shown[0] == shown[1]:  # a few bytes apart
-        shown = [f"{before} bytes", f"{after} bytes"]
-    return f"{MEMORIES.get(key, key)} was {shown[0]} and is {shown[1]}"
-
-
-def _apart(before: Any, after: Any) -> tuple[Any, Any]:
-    """Of two collections what is not in both; other values as they are."""
     if isinstance(before, tuple) and isinstance(after, tuple):
-        only = [one for one in before if one not in after], [one for one in after if one not in before]
-        return only if any(only) else (before, after)
+        lacks, has = [one for one in before if one not in after], [one for one in after if one not in before]
+        if not lacks or not has:
+            said = [
+                f"{what} {_shown(key, some)}" for what, some in (("has no longer", lacks), ("has besides", has)) if some
+            ]
+            return f"{key} {said[0]}" if said else f"{key} has another order or number"
+        before, after = lacks, has
     if isinstance(before, dict) and isinstance(after, dict):
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-        was, now = ({name: list(of.get(name, ())) for name in names} for of in (before, after))
-        return was, now
-    return before, after
+        before, after = ({name: list(of.get(name, ())) for name in names} for of in (before, after))
+    was, now = _shown(key, before), _shown(key, after)
+    if was == now and key in MEMORIES:  # a few bytes apart
+        was, now = f"{before} bytes", f"{after} bytes"
+    return f"{MEMORIES.get(key, key)} was {was} and is {now}"
 
 
 def _shown(key: str, value: Any) -> str:

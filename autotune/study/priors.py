@@ -63,7 +63,7 @@ class PriorStore:
         return sorted(found, key=lambda study: study.searched_at, reverse=True)
 
     def keep(self, study: PriorStudy) -> None:
-        """Remember a study, in place of what an earlier search of the same task left, unless that had an answer or tried more."""
+        """Remember a study, together with what earlier searches of the same task tried besides."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
         with self._locked() as is_locked, contextlib.suppress(OSError):
@@ -72,8 +72,9 @@ class PriorStore:
             if self._own.exists():
                 mend(self._own)
                 kept = self._read(self._own)  # sets a broken file aside
-                if any(one.name == study.name and _richness(one) > _richness(study) for one in kept):
-                    return
+                for earlier in kept:
+                    if earlier.name == study.name:
+                        study = study.with_trials_of(earlier)
                 if self._own.exists() and self._own.stat().st_size > MOST_BYTES:
                     newest = sorted(kept, key=lambda one: one.searched_at, reverse=True)
                     _rewrite(self._own, [one for one in newest if one.name != study.name][: MOST_STUDIES - 1])
@@ -146,10 +147,6 @@ class PriorStore:
             with contextlib.suppress(OSError):
                 os.replace(file, aside)
         return []
-
-
-def _richness(study: PriorStudy) -> tuple[bool, int]:
-    return bool(study.answer), len(study.trials)
 
 
 def _free_name(file: Path) -> Path:

@@ -90,7 +90,7 @@ class Kept:
         if options.memory_limit_bytes is None and self.earlier and "memory_limit" in self.earlier.asked:
             limit = format_bytes(self.earlier.memory_limit_bytes)
             found.append(
-                f"the memory limit of {limit} is the one that this study began with; --memory-limit sets another"
+                f"the memory limit of {limit} is the one that this study began with; another --memory-limit begins a study beside it"
             )
         return found
 

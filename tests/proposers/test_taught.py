@@ -52,9 +52,12 @@ class Inner:
         return None if chosen is None else Proposal(config=chosen)
 
 
+def judging(inner: Inner, *too_large: Config) -> Any:
+    return OnOwnJudgement(inner, Model(*too_large))  # type: ignore[arg-type]
+
+
 def proposed(untaught: Config | None, *too_large: Config) -> Config | None:
-    judging: Any = OnOwnJudgement(Inner(untaught), Model(*too_large))  # type: ignore[arg-type]
-    found = judging.propose(Seen())
+    found = judging(Inner(untaught), *too_large).propose(Seen())
     return None if found is None else found.config
 
 
@@ -64,7 +67,11 @@ def test_a_search_goes_on_as_if_nothing_had_been_lent() -> None:
 
 
 def test_what_was_lent_counts_from_where_it_would_have_been_probed() -> None:
-    assert proposed(LENT) == LEANER
+    inner = Inner(LENT)
+    judge = judging(inner)
+    assert judge.propose(Seen()).config == LEANER
+    inner.untaught = OWN  # which is not asked any more
+    assert judge.propose(Seen()).config == LEANER
 
 
 def test_what_it_shows_not_to_fit_is_not_probed() -> None:

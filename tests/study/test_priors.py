@@ -50,12 +50,19 @@ def test_a_later_search_of_a_study_takes_the_place_of_the_earlier(tmp_path: Path
     assert store.studies() == [left(speed=1.7)]
 
 
-def test_a_later_search_that_tried_less_or_has_no_answer_takes_nothing_away(tmp_path: Path) -> None:
-    store, richer = PriorStore(tmp_path), left()
-    store.keep(richer)
-    store.keep(replace(left(speed=1.7), trials=richer.trials[:1]))
-    store.keep(replace(left(speed=1.7), answer={}))
-    assert store.studies() == [richer]
+def test_what_an_earlier_search_of_a_task_tried_besides_stays(tmp_path: Path) -> None:
+    store, earlier = PriorStore(tmp_path), left()
+    plain, faster = earlier.trials
+    other = replace(plain, config={**BASELINE, "amp": "fp16"}, speed=1.2)
+    later = replace(left(searched_at="2026-02-02"), answer={}, space={"amp": ("off", "fp16")}, trials=(plain, other))
+    store.keep(earlier)
+    store.keep(later)
+    (kept,) = store.studies()
+    assert kept.trials == (plain, other, faster)
+    assert kept.answer == earlier.answer and kept.searched_at == later.searched_at
+    assert kept.space == {"amp": ("off", "fp16", "bf16")}
+    store.keep(replace(later, baseline={**BASELINE, "batch_size": 8, "accumulation_steps": 4}))
+    assert store.studies()[0].answer == {}, "what is over another baseline is not taken over"
 
 
 def test_optuna_itself_opens_the_journal(tmp_path: Path) -> None:

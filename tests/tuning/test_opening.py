@@ -170,9 +170,10 @@ def test_another_memory_limit_begins_a_study_beside_the_old_one_and_goes_on_with
     for options in ({"memory_limit": "1000MiB"}, {"memory_limit": None}):
         again, noted = searched(tmp_path, **options)
         assert again.study == first.study and again.memory_limit_bytes == 1000 * MIB
-        assert again.probes >= first.probes and not any("beside" in text for text in noted)
+        assert again.probes >= first.probes and not any("kept beside" in text for text in noted)
         told = (
-            "the memory limit of 1000 MiB is the one that this study began with; --memory-limit sets another" in noted
+            "the memory limit of 1000 MiB is the one that this study began with; another --memory-limit begins a study beside it"
+            in noted
         )
         assert told == (options["memory_limit"] is None)
     assert (load_study(tmp_path / "gpt.db", study=smaller.study).memory_limit_bytes) == 400 * MIB
