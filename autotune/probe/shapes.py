@@ -110,7 +110,8 @@ def growth_per_shape(held: Sequence[Held], fewest: int = FEWEST_INCREMENTS) -> f
     if signs - 1 < SURE_Z * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
         return 0.0
     slopes = [slope for part in (settled, settled[count // 2 :]) if (slope := _slope(part)) is not None]
-    return max(0.0, min(slopes, default=0.0))
+    least = min(slopes, default=0.0)
+    return least if least >= PAGES_BYTES else 0.0
 
 
 def growth_where_it_grows(held: Sequence[Held]) -> float:

@@ -66,6 +66,11 @@ def test_what_is_cached_for_each_new_shape_is_told_however_many_batches_have_an_
     assert found == pytest.approx(20 * MIB, rel=0.01)
 
 
+def test_what_a_heap_takes_for_each_shape_is_no_growth_where_it_is_less_than_any_kernel():
+    assert growth_per_shape(held(30, lambda step: step * 0.1 * MIB)) == 0
+    assert growth_per_shape(held(30, lambda step: step * 0.3 * MIB)) == pytest.approx(0.3 * MIB, rel=0.01)
+
+
 def test_what_an_allocator_takes_and_gives_back_is_no_growth():
     draw = random.Random(0)
     found = [growth_per_shape(held(14, lambda step: draw.uniform(0, 200) * MIB)) for _ in range(300)]
