@@ -134,8 +134,8 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
         need = f"about {format_bytes(peak_bytes + later)} of the limit of {format_bytes(limit_bytes)}"
         yield (
             f"{grows or 'memory still grows where a probe ends. '}No tensors were found that the training code keeps. {_caches(answer)}. "
-            f"Such growth ends once every shape has occurred or that cache is full: a long run is expected to need {need}. `autotune verify` "
-            "with many --steps measures it"
+            f"Such growth ends once every shape has occurred or that cache is full: a long run is expected to need {need}. "
+            "`autotune verify` with many --steps measures it"
         )
     else:
         yield (
