@@ -32,6 +32,7 @@ MOST_LOOKED_AT = 1000
 NUM_COUNTED = 3  # batches of new shapes whose kernels are counted
 COUNT_S = 1.0  # for them
 MOST_KERNEL_BYTES = 8 * MIB  # a kernel took 1.6 MiB, also of the heap around it; where more is kept, other things are
+FULL = 2  # times as many kernels as are kept: where memory still grows then, it is not by them
 # What a full cache takes, in relation to what its kernels took at first: 1.26 of it in a net over graphs, after ten times as many.
 FRAGMENTED = 1.5
 
@@ -136,7 +137,7 @@ class LongRun:
                 if len(made) == NUM_COUNTED or time.perf_counter() > ends_s:
                     break
         capacity, each = cache_capacity(), fmean(made) if made else 0.0
-        if not capacity or not each or per_shape > each * MOST_KERNEL_BYTES or num_seen * each > capacity:
+        if not capacity or not each or per_shape > each * MOST_KERNEL_BYTES or num_seen * each > FULL * capacity:
             return math.inf
         return FRAGMENTED * per_shape * capacity / each
 

@@ -32,7 +32,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     """A search of two architectures, and of the first with its first layer frozen."""
     folder = tmp_path_factory.mktemp("rankings")
     shutil.copy(MODEL, folder)
-    options = (*OPTIONS, "--include", "freeze", "--budget", "2m", "--eval", "--json")  # the trials end it
+    options = (*OPTIONS, "--include", "freeze", "--budget", "80s", "--eval", "--json")
     return folder, json.loads(run("search", "variants.py", *options, cwd=folder))
 
 

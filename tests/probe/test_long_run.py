@@ -15,15 +15,13 @@ from torch.backends import mkldnn
 from autotune import Task
 from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
-from autotune.probe import kernel_cache, measure
-from autotune.probe.long_run import FRAGMENTED
+from autotune.probe import measure
 from autotune.probe.measure import Run
 from autotune.records.config import ProbeSettings
 from autotune.session import prepare
 from tests.devices.processes import in_process
 
 LARGE_BYTES = 40 * 2**20
-NUM_KERNELS = 16
 FEW = {"batch_size": 8, "sample_s": 0.05, "num_steps": 2}
 kept = {}  # in a process of its own for each run
 
@@ -60,7 +58,8 @@ def keep_a_block_for_each_shape_and_sample(batch):
 
 
 def make_kernels_for_each_shape(batch):
-    for num_channels in range(8, 8 + NUM_KERNELS):
+    """13: each convolution needs the input in another order, too."""
+    for num_channels in range(8, 14):
         torch.nn.functional.conv2d(torch.ones(4, 16, batch.shape[1], 64), torch.ones(num_channels, 16, 5, 5))
 
 
@@ -122,9 +121,7 @@ def test_growth_by_shape_is_told_only_where_memory_is_the_hosts():
 @pytest.mark.skipif(not mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_growth_by_kernels_is_expected_to_end_where_their_cache_is_full():
     found, _ = long_run(make_kernels_for_each_shape)
-    most_shapes = kernel_cache.CAPACITY / NUM_KERNELS
-    assert most_shapes < 200 - found.num_shapes
-    assert 0 < found.long_run_growth_bytes <= 1.01 * FRAGMENTED * most_shapes * found.growth_bytes_per_shape
+    assert 0 < found.long_run_growth_bytes < 0.8 * (200 - found.num_shapes) * found.growth_bytes_per_shape
 
 
 def test_growth_by_what_is_no_kernel_is_expected_to_go_on_where_kernels_are_made_too():
@@ -141,11 +138,13 @@ def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has
 
 @pytest.mark.parametrize("sample_s", [FEW["sample_s"], 0.15])  # some whole batches after the small ones, or hardly any
 def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes(sample_s):
-    few = {**FEW, "sample_s": sample_s}
-    found, _ = long_run(keep_a_block_for_each_shape, **few)
+    found, _ = long_run(keep_a_block_for_each_shape, **{**FEW, "sample_s": sample_s})
     assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
     assert found.long_run_growth_bytes > 100 * 2**20
-    assert not long_run(keep_nothing, **few)[0].growth_bytes_per_shape
+
+
+def test_where_nothing_is_kept_small_ones_show_no_growth():
+    assert not long_run(keep_nothing, **FEW)[0].growth_bytes_per_shape
 
 
 def test_small_batches_that_take_less_for_each_shape_are_followed_by_whole_ones():
