@@ -65,7 +65,7 @@ from autotune.tuning.predict import predict_fit
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search as run_search
 from autotune.tuning.trace_ahead import Tracing
-from autotune.units import format_seconds
+from autotune.units import format_bytes, format_seconds
 
 LOGS = Path("studies")
 Asked = TypeVar("Asked", PredictOptions, ExplainOptions)
@@ -339,7 +339,30 @@ def _run_each(
                 _require_support(config, inspection, runner.techniques)
             for warning in inspection.facts.warnings:
                 on_warning(warning)
-        return [runner.probe(config, settings) for config in complete], inspection
+        outcomes = [runner.probe(config, settings) for config in complete]
+        warnings: dict[Config, str] = {}
+        for config, outcome in zip(complete, outcomes, strict=True):
+            if warning := _outgrows(settings.memory_limit_bytes, config, outcome):
+                warnings.setdefault(config, warning)
+        for warning in warnings.values():
+            on_warning(warning)
+        return outcomes, inspection
+
+
+def _outgrows(limit_bytes: int | None, config: Config, outcome: Outcome) -> str:
+    """That a long run of a config is expected to take more than the memory limit; empty where it is not."""
+    found = outcome.measurement
+    if (
+        found is None
+        or limit_bytes is None
+        or not found.long_run_growth_bytes
+        or found.long_run_peak_bytes <= limit_bytes
+    ):
+        return ""
+    return (
+        f"{find_techniques().describe(config)}: its memory still grew, and a long run is expected to hold "
+        f"{format_bytes(found.long_run_peak_bytes)}, more than the limit of {format_bytes(limit_bytes)}; more --steps measure it"
+    )
 
 
 def _require_support(config: Config, inspection: Inspection, techniques: Techniques) -> None:

@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ import pytest
 import autotune
 from autotune import api
 from autotune.errors import ConfigError
+from autotune.records.outcome import Kind, Outcome
+from autotune.techniques import find_techniques
 from autotune.tuning.events import Note
+from tests.closed_form import measurement
 from tests.runners.test_calibrate import CONVOLUTIONS
 
 TINY = Path(__file__).parent / "models" / "tiny.py"
@@ -110,3 +114,16 @@ def test_the_function_predict_is_not_hidden_by_the_package_of_its_name(tmp_path:
     for _ in range(2):  # importing it the first time sets the package in its place
         with pytest.raises(ConfigError, match="'wings' is not a technique"):
             autotune.predict(TINY, {"wings": 2}, device="cpu", logs=tmp_path)
+
+
+def test_a_run_whose_memory_is_expected_to_outgrow_the_limit_is_told() -> None:
+    config = find_techniques().complete({"batch_size": 8})
+
+    def told(limit_bytes: int | None, growth_bytes: int) -> str:
+        found = replace(measurement(config, 100.0, 2**30), long_run_growth_bytes=growth_bytes)
+        return api._outgrows(limit_bytes, config, Outcome(kind=Kind.OK, measurement=found, wall_s=1.0))
+
+    assert told(2**30 + 2**20, 2**29).startswith(
+        "batch 8: its memory still grew, and a long run is expected to hold 1.50 GiB"
+    )
+    assert told(2**31, 2**29) == "" == told(2**29, 0) == told(None, 2**29)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import re
@@ -124,6 +125,7 @@ def probe(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """`autotune verify`: a long run of one config, or of a study's answer, which has to be as fast as it was."""
     from autotune import api
+    from autotune.records.measured import NORMAL_95
     from autotune.report.figures import rate, times
     from autotune.study.reading import load_study
 
@@ -154,8 +156,11 @@ def verify(options: argparse.Namespace) -> int:
     if answer.speedup is None:
         _warn("the baseline did not run in that search, so there is no gain to see again")
     if seen is not None:
+        low, high = (seen.speedup * math.exp(z * seen.speedup_std) for z in (-NORMAL_95, NORMAL_95))
         _warn(
-            f"beside the baseline the answer ran {times(seen.speedup)} as fast; the study told {times(seen.told_speedup)}"
+            f"in turns with the baseline, at {rate(seen.samples_per_s / seen.speedup)} samples/s, the answer ran at "
+            f"{rate(seen.samples_per_s)}: {times(seen.speedup)} as fast ({times(low)} to {times(high)} in 95 %); the study told "
+            f"{times(seen.told_speedup)}"
         )
     if holds or found is None:
         return code

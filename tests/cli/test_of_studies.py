@@ -107,7 +107,9 @@ def test_an_answer_that_has_become_slower_is_told_by_the_exit_code(
     answer_with(study, 0.1, global_batch=GLOBAL_BATCH)
     model.write_text(MODEL.replace(f"GLOBAL_BATCH = {GLOBAL_BATCH}", f"GLOBAL_BATCH = {GLOBAL_BATCH // 2}"))
     assert main([*command, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    told = json.loads(printed.out)
+    assert "in turns with the baseline, at " in printed.err and "in 95 %); the study told " in printed.err
     (kept,) = load_study(study, study="gpt").facts.rechecks
     assert Recheck.from_dict(told["recheck"]) == kept
     assert kept.told_samples_per_s == 0.1
