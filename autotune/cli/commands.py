@@ -126,7 +126,7 @@ def verify(options: argparse.Namespace) -> int:
     """`autotune verify`: a long run of one config, or of a study's answer, which has to be as fast as it was."""
     from autotune import api
     from autotune.records.measured import NORMAL_95
-    from autotune.report.figures import rate, times
+    from autotune.report.figures import interval, rate, times
     from autotune.study.reading import load_study
 
     if options.against is None:
@@ -159,7 +159,7 @@ def verify(options: argparse.Namespace) -> int:
         low, high = (seen.speedup * math.exp(z * seen.speedup_std) for z in (-NORMAL_95, NORMAL_95))
         _warn(
             f"in turns with the baseline, at {rate(seen.samples_per_s / seen.speedup)} samples/s, the answer ran at "
-            f"{rate(seen.samples_per_s)}: {times(seen.speedup)} as fast ({times(low)} to {times(high)} in 95 %); the study told "
+            f"{rate(seen.samples_per_s)}: {times(seen.speedup)} as fast ({interval(low, high)} in 95 %); the study told "
             f"{times(seen.told_speedup)}"
         )
     if holds or found is None:

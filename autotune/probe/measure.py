@@ -159,8 +159,7 @@ class Run:
         is_leak = bool(measured.leaks) and grown_bytes <= 2 * leaked_bytes
         if is_leak or not per_shape:
             return measured
-        may_count = may_train and num_graphs() == self._graphs_before  # each new shape might be compiled anew
-        most_bytes = self._long_run.most_cached_bytes(per_shape, whole if may_count else ())
+        most_bytes = self._long_run.most_cached_bytes(per_shape, whole if may_train and not self._has_compiled else ())
         num_left = self._long_run.num_shapes_to_come(self._micro_batches if may_train else ())
         grown_bytes = round(min(num_left * per_shape, most_bytes))
         return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=grown_bytes)
@@ -168,7 +167,12 @@ class Run:
     @property
     def _small_size(self) -> int | None:
         """Samples of a small batch; None where such batches cannot be drawn, and where each might be compiled anew."""
-        return None if num_graphs() > self._graphs_before else self._long_run.small_size(self._typical().micro_s)
+        return None if self._has_compiled else self._long_run.small_size(self._typical().micro_s)
+
+    @property
+    def _has_compiled(self) -> bool:
+        """Whether something was compiled in this run: each new shape might be compiled anew."""
+        return num_graphs() > self._graphs_before
 
     def _with_start_wait(self, measured: Measurement, *, within: bool) -> Measurement:
         """The measurement where the wait at the start of each pass over the training set has its share in the time of every sample.

@@ -275,11 +275,12 @@ def _difference(key: str, before: Any, after: Any) -> str:
         return "it is of another task, or of other code"
     if isinstance(before, tuple) and isinstance(after, tuple):
         lacks, has = [one for one in before if one not in after], [one for one in after if one not in before]
-        if not lacks or not has:
-            said = [
-                f"{what} {_shown(key, some)}" for what, some in (("has no longer", lacks), ("has besides", has)) if some
-            ]
-            return f"{key} {said[0]}" if said else f"{key} has another order or number"
+        if not lacks and not has:
+            return f"{key} has another order or number"
+        if not lacks:
+            return f"{key} has besides {_shown(key, has)}"
+        if not has:
+            return f"{key} has no longer {_shown(key, lacks)}"
         before, after = lacks, has
     if isinstance(before, dict) and isinstance(after, dict):
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
