@@ -13,7 +13,7 @@ import contextlib
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -287,11 +287,15 @@ class Store:
             self._play_off = self._find_play_off()
         while self._freed:
             self.tell(self._freed.popleft())
-        return self._see(self._kept())
+        return self._see(self._kept(), self._own())
 
-    def _see(self, kept: Sequence[FrozenTrial]) -> Seen:
+    def _see(self, kept: Sequence[FrozenTrial], own: Collection[int]) -> Seen:
+        """What is found in all trials.
+
+        Args:
+            own: the ids of this search's.
+        """
         self._count(kept)
-        own = self._own()
         others = [trial for trial in kept if trial.state is TrialState.RUNNING and trial._trial_id not in own]
         begun = [self._begun_of(trial) for trial in others]
         deciding = [one.owner for one in begun if one.stage == DECIDING]
@@ -338,14 +342,20 @@ class Store:
         """The number of a trial for a proposal, its study and its id."""
         if self.shared is not None:
             kept = self._kept()
-            if self._is_unsure and (left := self._adopt(proposal, kept)) is not None:
-                return left
-            seen = self._see(kept)
+            left = self._left(proposal, kept) if self._is_unsure else []
+            ids = [trial._trial_id for trial in left]
+            seen = self._see(kept, [*self._own(), *ids])
             if proposal.stage == PLAY_OFF:
-                if self._claim is not None and not self._keeps_claim(kept):
-                    return None
-            elif _is_taken(proposal.config, num_known, seen):
+                is_free = self._claim is None or self._keeps_claim(kept)
+            else:
+                is_free = not _is_taken(proposal.config, num_known, seen)
+            # a lock goes with its connection: another search may have begun the config before a trial of this one was written
+            for trial_id in ids[1:] if is_free else ids:
+                self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+            if not is_free:
                 return None
+            if left:
+                return _number(left[0], self._begun_of(left[0])), (self._study_of(proposal.stage), ids[0])
         number, self._next_number = self._next_number, self._next_number + 1
         begun = BegunTrial(
             number=number,
@@ -374,22 +384,16 @@ class Store:
             self.shared.beat(self._storage, [trial_id])
         return trial_id
 
-    def _adopt(self, proposal: Proposal, kept: Iterable[FrozenTrial]) -> tuple[int, tuple[optuna.Study, int]] | None:
-        """Take up the trial that an attempt before left, which did not learn that the storage has it. Further ones are closed."""
+    def _left(self, proposal: Proposal, kept: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+        """The trials that attempts before left, which did not learn that the storage has them."""
         here, own, wanted = this_process(), self._own(), proposal.config.as_dict()
-        left = []
-        for trial in kept:
-            if trial.state is not TrialState.RUNNING or trial._trial_id in own:
-                continue
-            begun = BegunTrial.from_dict(trial.user_attrs)
-            if begun.owner == here and begun.stage == proposal.stage and begun.config == wanted:
-                left.append((_number(trial, begun), trial._trial_id))
-        for _, trial_id in left[1:]:
-            self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
-        if not left:
-            return None
-        number, trial_id = left[0]
-        return number, (self._study_of(proposal.stage), trial_id)
+        running = [trial for trial in kept if trial.state is TrialState.RUNNING and trial._trial_id not in own]
+        begun = [(trial, self._begun_of(trial)) for trial in running]
+        return [
+            trial
+            for trial, about in begun
+            if about.owner == here and about.stage == proposal.stage and about.config == wanted
+        ]
 
     def beat(self) -> None:
         """Record that the controller of the running trials is alive, where the storage keeps no heartbeats. May be called often: it

@@ -358,6 +358,25 @@ def test_a_lock_that_is_lost_once_its_trial_is_kept_makes_no_second_trial(
     assert load_study(database).num_running == 0 and other.store.take_play_off()
 
 
+def test_of_searches_that_begin_a_config_as_a_lock_is_lost_the_one_whose_lock_held_has_it(
+    open_at: Callable[..., Search], server: Server, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, other = open_at(database), open_at(database)
+    create, began = search.store._storage.create_new_trial, []
+
+    def create_without_the_lock(*args: Any) -> int:
+        if not began:  # its search has looked, and found that nobody runs the config
+            server.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
+            with on_another_machine():
+                began.append(begin(other))
+        return create(*args)
+
+    monkeypatch.setattr(search.store._storage, "create_new_trial", create_without_the_lock)
+    assert begin(search) is None and began == [0]
+    assert load_study(database).num_running == 1
+    assert begin(search, [*search.history.space][1]) is not None
+
+
 def test_searches_that_are_alive_read_no_trial_of_each_other(open_at: Callable[..., Search], database: str) -> None:
     searches = [open_at(database) for _ in range(2)]
     for search, config in zip(searches, searches[0].history.space, strict=False):
