@@ -91,6 +91,12 @@ class Space:
             full[ACCUMULATION] = plan.accumulation_steps
         return Config(tuple(full.items()))
 
+    def undo(self, config: Config, names: Iterable[str]) -> Config:
+        """The config with these keys as in the baseline, and all that does nothing without them."""
+        undone = self.complete({**config, **{name: self.baseline[name] for name in names}})
+        idle = [technique.name for technique in self._switched if self._is_redundant(technique, undone)]
+        return self.complete({**undone, **{name: self.baseline[name] for name in idle}})
+
     def snap(self, choices: Mapping[str, Choice]) -> Config:
         """The config with these choices as far as the space has them; on a scale the nearest one."""
         found: dict[str, Choice] = {}

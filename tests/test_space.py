@@ -33,6 +33,16 @@ def test_every_config_keeps_the_global_batch():
     assert {config.samples_per_step for config in space_of()} == {96}
 
 
+def test_what_does_nothing_without_an_undone_change_is_undone_with_it():
+    loading = {
+        name: Support(choices=choices) for name, choices in {"num_workers": (0, 2), "prefetch_factor": (2, 8)}.items()
+    }
+    space = space_of(support=support_with(**loading))
+    config = space.complete({"amp": "bf16", "num_workers": 2, "prefetch_factor": 8})
+    assert space.undo(config, ["num_workers"]) == space.complete({"amp": "bf16"})
+    assert space.undo(config, ["amp", "prefetch_factor"]) == space.complete({"num_workers": 2})
+
+
 def test_the_space_holds_every_combination_once():
     configs = list(space_of())
     assert len(configs) == len(set(configs)) == 12 * 3 * 5 * 2

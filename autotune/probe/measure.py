@@ -137,10 +137,14 @@ class Run:
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so nothing more is trained where that might not end in time
         alone = self.session.world.size == 1  # if that failed in one process, the others would wait
-        return self._with_growth(measured, may_train=alone and self._spent_s <= self.settings.timeout_s / 2)
+        before_s = time.perf_counter()
+        grown = self._with_growth(measured, may_train=alone and self._spent_s <= self.settings.timeout_s / 2)
+        return replace(grown, growth_s=time.perf_counter() - before_s)
 
     def _with_growth(self, measured: Measurement, *, may_train: bool) -> Measurement:
         """The measurement with what memory grows by in a long run, and what of it is a leak."""
+        if known_bytes := self.settings.known_long_run_peak_bytes:
+            return replace(measured, long_run_growth_bytes=max(0, known_bytes - measured.peak_bytes))
         small_size = self._small_size if may_train else None
         # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
         may_train_small = not measured.cut_short and not self.settings.known_peak_bytes

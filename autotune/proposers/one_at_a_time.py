@@ -7,22 +7,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from autotune.proposers.acquisition import Pair, Switch, pairs_of
 from autotune.proposers.cost_model import CostModel
-from autotune.records.config import ACCUMULATION, Config
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, Config
 from autotune.records.objective import Objective
 from autotune.records.study import ABLATION, Prediction, Proposal
 from autotune.space import Space
 from autotune.study.history import History
 
 SLOW = 0.95  # of the best's merit: a probe below that asks for an explanation
+LITTLE = 0.02  # a change that gains no more than this, as a logarithm, is not worth having
 FAILED = 0.1  # of the best's merit: what a failed probe is taken to have, so that a slow one may explain it
 
 
 class UndoChanges:
-    """The best config with each of its changes undone, to see what each gains. If one of those is better, it starts again from it.
+    """The best config without those of its changes that are expected to gain little, all at once, so that what is recommended has no
+    change in vain; then with each of its changes undone, to see what each gains. If one of those is better, it starts again from it.
 
     Args:
         likely_to_fit: whether a config is likely to fit; one that does not fit says nothing about a technique.
-        predict: what is predicted of a config. The change that is expected to matter most is undone first; without
+        predict: what is predicted of a config. Of single changes the one that is expected to matter most is undone first; without
             predictions they are undone in the order of the config's keys.
     """
 
@@ -37,31 +39,33 @@ class UndoChanges:
         """The best config with its next change undone; None when all changes were."""
         if history.best is None:
             return None
-        best, admissible = history.best[0], history.admissible()
-        undone = [
-            (config, reason)
-            for config, reason in one_change_back(best, history.space)
-            if admissible(config) and self._likely_to_fit(history, config)
-        ]
-        if not undone:
-            return None
+        best, space, admissible = history.best[0], history.space, history.admissible()
         best_log = self._log_speed(history, best)
-        config, reason = max(undone, key=lambda one: abs(self._log_speed(history, one[0]) - best_log))
-        return Proposal(config=config, stage=ABLATION, reason=reason)
+        undone = {
+            name: without
+            for name, without in one_change_back(best, space).items()
+            if self._likely_to_fit(history, without)
+        }
+        lost = {name: best_log - self._log_speed(history, without) for name, without in undone.items()}
+        little = [name for name in lost if lost[name] < LITTLE and name not in BATCH_KEYS]
+        if history.objective.rests_on_speed and self._predict(history, best) is not None and len(little) > 1:
+            simpler = space.undo(best, little)
+            if space.contains(simpler) and admissible(simpler) and self._likely_to_fit(history, simpler):
+                return Proposal(config=simpler, stage=ABLATION, reason=f"the best without {', '.join(little)}")
+        for name in sorted(lost, key=lambda name: -abs(lost[name])):
+            if admissible(undone[name]):
+                return Proposal(config=undone[name], stage=ABLATION, reason=f"the best without {name}")
+        return None
 
     def _log_speed(self, history: History, config: Config) -> float:
         prediction = self._predict(history, config)
         return math.log(prediction.samples_per_s) if prediction and prediction.samples_per_s else 0.0
 
 
-def one_change_back(config: Config, space: Space) -> list[tuple[Config, str]]:
-    """The config with each of its changes from the baseline undone, and the reason to probe it."""
-    undone = [
-        (space.complete({**config, name: space.baseline[name]}), f"the best without {name}")
-        for name in config.differences(space.baseline)
-        if name != ACCUMULATION
-    ]
-    return [(without, reason) for without, reason in undone if space.contains(without)]
+def one_change_back(config: Config, space: Space) -> dict[str, Config]:
+    """The config with each of its changes from the baseline undone, by the change's name."""
+    undone = {name: space.undo(config, [name]) for name in config.differences(space.baseline) if name != ACCUMULATION}
+    return {name: without for name, without in undone.items() if space.contains(without)}
 
 
 class TakeApart:

@@ -229,6 +229,8 @@ class ProbeSettings(Record):
         phases: whether the time of a step is split by phase. A short step is taken once more for that.
         known_peak_bytes: what an earlier process of the config held at its peak. The largest batches are then not trained again,
             and the peak is at least that; 0 where it is not known.
+        known_long_run_peak_bytes: what a long training holds at its peak, as an earlier process of the config told that saw memory grow.
+            It is not asked again what grows; 0 where it is not known.
         num_samples: timing ends once so many samples were taken, and not by the interval: with six blocks at least, and after twice
             `max_timed_s` at the latest. Probes of one seed take the same samples in the same order. 0 for the rule.
         num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
@@ -246,6 +248,7 @@ class ProbeSettings(Record):
     front: tuple[tuple[float, float], ...] = ()
     phases: bool = True
     known_peak_bytes: int = 0
+    known_long_run_peak_bytes: int = 0
     num_samples: int = 0
     num_steps: int = 0
     seed: int = 0

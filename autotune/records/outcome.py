@@ -94,6 +94,7 @@ class Measurement:
     growth_bytes_per_step: float = 0.0
     growth_bytes_per_shape: float = 0.0  # where shapes differ and memory clearly grows to the end; 0 for a leak
     long_run_growth_bytes: int = 0  # further growth of the peak, for all shapes that are yet to come
+    growth_s: float = 0.0  # seconds that it took to find out what grows; outside the training steps
     leaks: tuple[Kept, ...] = ()  # what is kept where memory grows: first what Python objects hold; the largest first
     skipped_steps: int = 0  # optimizer steps that GradScaler skipped
     num_alloc_retries: int = 0  # CUDA allocator: cache flushed to satisfy an allocation

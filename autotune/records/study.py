@@ -54,7 +54,7 @@ class Proposal:
     """A config that is worth a probe.
 
     Attributes:
-        stage: `baseline`, `search`, `ablation` (the best with one change undone) or `play-off`.
+        stage: `baseline`, `search`, `ablation` (the best with changes undone) or `play-off`.
         reason: why it is probed, in a few words; empty where the prediction gives the reason.
         round: round of the play-off, counted from 0; None in other stages.
     """

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 
 from autotune.probe.timing import MIN_WARMUP_STEPS, OVERTIME
@@ -253,13 +254,20 @@ class Budget:
             return AHEAD_S
         return samples / best[1].measurement.samples_per_s
 
-    def num_finalists(self, probe_s: float) -> int:
-        """How many finalists the time that is left can confirm beside the baseline, at `probe_s` per process.
+    def num_finalists(self, candidates_s: Sequence[float], baseline_s: float) -> int:
+        """How many finalists the time that is left can confirm beside the baseline.
 
         At least two where there is any time: a single one may have been lucky, or may not fit a second time.
+
+        Args:
+            candidates_s: seconds that a process of each takes, best first.
+            baseline_s: the same of the baseline; 0 where it does not play.
         """
-        wanted, fewest = (int(self.free_s / (rounds * probe_s)) - 1 for rounds in (WANTED_ROUNDS, FEWEST_ROUNDS))
-        return max(1, min(2, fewest), min(MOST_FINALISTS, wanted))
+
+        def affordable(rounds: int) -> int:
+            return sum(rounds * (baseline_s + together_s) <= self.free_s for together_s in accumulate(candidates_s))
+
+        return max(1, min(2, affordable(FEWEST_ROUNDS)), affordable(WANTED_ROUNDS))
 
     def allows_a_round(self, round_s: float, number: int) -> bool:
         """Whether there is time for a round. The first may use the overrun too: without it there is no confirmed answer."""
@@ -298,7 +306,8 @@ class Budget:
 def play_off_process_s(config: Config, outcome: Outcome) -> float:
     """Seconds that a process takes in the play-off at first, of a config that ran in the search.
 
-    It trains no largest batches, and times as little as it can: the steps of a warm-up, of one micro batch each, and one more.
+    It trains no largest batches, asks no more what grows, and times as little as it can: the steps of a warm-up, of one micro batch
+    each, and one more.
     """
     if (found := outcome.measurement) is None:
         return outcome.running_s
@@ -306,7 +315,7 @@ def play_off_process_s(config: Config, outcome: Outcome) -> float:
     part_s = (found.step_s - update_s) / config.accumulation_steps + update_s
     timed_s = max(part_s, OVERTIME * SHORTEST_TIMED_S - part_s)
     steps_s = found.compile_s + MIN_WARMUP_STEPS * part_s + timed_s
-    return min(outcome.running_s, MARGIN * (outcome.running_s - outcome.spent_training_s + steps_s))
+    return min(outcome.running_s, MARGIN * (outcome.running_s - outcome.spent_training_s - found.growth_s + steps_s))
 
 
 @dataclass(frozen=True, kw_only=True)

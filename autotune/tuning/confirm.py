@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 
 from autotune.devices import capabilities_of
 from autotune.proposers.cost_model import CostModel
@@ -16,7 +15,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.study import PLAY_OFF, Proposal
 from autotune.study.figures import unrest
 from autotune.study.history import History
-from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS
+from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS, play_off_process_s
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
 from autotune.tuning.one_device import invite_one_device
@@ -44,7 +43,10 @@ def finalists_of(search: Search) -> list[Config]:
         others = [config for config in ranked if config != history.space.baseline][:1]
     if not others:
         return []
-    num = budget.num_finalists(median(history.probe_wall_s))
+    processes_s = [play_off_process_s(config, history.known[config]) for config in others[:MOST_FINALISTS]]
+    baseline, outcome = history.space.baseline, history.baseline
+    baseline_s = play_off_process_s(baseline, outcome) if outcome is not None and baseline in ranked else 0.0
+    num = budget.num_finalists(processes_s, baseline_s)
     best = ranked[others[0]].measurement
     if best is None or history.objective.is_short_of_memory(best.long_run_peak_bytes):
         return others[:num]
@@ -146,7 +148,7 @@ def _open_play_off(search: Search) -> PlayOff:
         return settings.replace(max_timed_s=longest_s, num_samples=num_samples, seed=settings.seed + 1 + number)
 
     def run(config: Config, number: int) -> Outcome | None:
-        timed = settings_of(number).replace(known_peak_bytes=_known_peak_bytes(history, config))
+        timed = _with_known_memory(settings_of(number), history, config)
         trial = None  # after a fault it is run again
         while trial is None and search.store.holds_play_off and not search.interrupted() and search.left_s > 0:
             proposal = Proposal(config=config, stage=PLAY_OFF, reason=f"round {number + 1}", round=number)
@@ -172,12 +174,13 @@ def _open_play_off(search: Search) -> PlayOff:
     )
 
 
-def _known_peak_bytes(history: History, config: Config) -> int:
-    """The peak of a config's process in the search; 0 where that leaves open whether another one fits, too."""
+def _with_known_memory(settings: ProbeSettings, history: History, config: Config) -> ProbeSettings:
+    """The settings with what a config's process in the search has told of its memory, unless that leaves open whether another fits."""
     probe = history.known[config]
-    if probe.measurement is None or not _fits_within(SURE_TO_FIT, probe, history.objective):
-        return 0
-    return probe.measurement.peak_bytes
+    if (found := probe.measurement) is None or not _fits_within(SURE_TO_FIT, probe, history.objective):
+        return settings
+    grown_bytes = found.long_run_peak_bytes if found.long_run_growth_bytes else 0
+    return settings.replace(known_peak_bytes=found.peak_bytes, known_long_run_peak_bytes=grown_bytes)
 
 
 def _entrant(search: Search, config: Config, searched: Searched | None) -> Entrant:
@@ -192,7 +195,7 @@ def _entrant(search: Search, config: Config, searched: Searched | None) -> Entra
     probe = search.history.known[config]
     if searched is not None:
         searched = replace(searched, unrest=max(searched.unrest, unrest(probe)))
-    return Entrant(config, searched, probe.running_s, earlier, probe=probe)
+    return Entrant(config, searched, play_off_process_s(config, probe), earlier, probe=probe)
 
 
 def _challenger(

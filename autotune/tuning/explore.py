@@ -141,7 +141,7 @@ def _compare_baseline(search: Search) -> None:
 
 
 def undo_changes(search: Search) -> None:
-    """Probe the best config with one of its changes undone at a time, the one that is predicted to matter most first.
+    """Probe the best config without the changes that gain little, then with one of its changes undone at a time.
 
     The time that was kept for these probes is released. A simpler config that comes near the best takes part in the play-off.
     """

@@ -127,7 +127,7 @@ class Search:
         return sampler_named(self.options.sampler)(self.cost_model, self.options.seed)
 
     def undo_changes(self) -> Proposer:
-        """A proposer of the best config with each of its changes undone."""
+        """A proposer of the best config with changes undone."""
         return UndoChanges(self.cost_model.is_likely_to_fit, self.cost_model.predict)
 
     def untried(self) -> Untried:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
 from autotune.probe import measure
+from autotune.probe.long_run import LongRun
 from autotune.probe.measure import NonFiniteError, Run, is_finite
 from autotune.probe.passes import TooFewSamplesError
 from autotune.records.config import ProbeSettings
@@ -229,6 +230,16 @@ def test_where_the_peak_is_known_the_largest_batch_is_not_trained_again(monkeypa
     )
     run = run_of(task, {"batch_size": 1, "accumulation_steps": accumulation_steps}, known_peak_bytes=2**50)
     assert run.measure(0.0).peak_bytes == 2**50
+
+
+def test_where_it_is_known_what_a_long_run_holds_nothing_is_trained_to_find_it_out(monkeypatch):
+    monkeypatch.setattr(LongRun, "growth_per_shape", lambda *args: pytest.fail("it is"))
+    samples = [torch.ones(6) for _ in range(16)]
+    task = task_of(
+        make_batch=None, train_dataset=lambda: samples, training_step=lambda model, batch: model(batch).mean()
+    )
+    run = run_of(task, {"batch_size": 1}, known_peak_bytes=2**50, known_long_run_peak_bytes=2**50 + 2**30)
+    assert run.measure(0.0).long_run_growth_bytes == 2**30
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])

@@ -10,11 +10,12 @@ import pytest
 
 from autotune.proposers import acquisition
 from autotune.proposers.acquisition import pairs_of
-from autotune.proposers.one_at_a_time import TakeApart
+from autotune.proposers.one_at_a_time import TakeApart, UndoChanges
 from autotune.records.config import Choice, Config, ProbeSettings
 from autotune.records.inspection import Support
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.study import Proposal
+from autotune.records.study import Prediction, Proposal
+from autotune.study.history import History
 from autotune.techniques import find_techniques
 from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.state import Search
@@ -163,3 +164,32 @@ def test_the_others_are_not_suspected_any_more_once_one_explains_it(tmp_path: Pa
     assert take_apart.propose(search.history) is not None
     search.probe(Proposal(config=space.complete({"amp": "bf16"})))
     assert take_apart.propose(search.history) is None
+
+
+def test_changes_that_gain_little_are_undone_together_and_then_each_by_itself_that_which_matters_most_first(
+    tmp_path: Path,
+) -> None:
+    gains: dict[tuple[str, Choice], float] = {("amp", "bf16"): 1.5, ("channels_last", True): 1.01}
+    search = make_search(tmp_path, world := World(gains=gains), inspection=rough_inspection())
+    measure_baseline(search)
+    space = search.history.space
+    search.probe(Proposal(config=space.complete(BUNDLE)))
+
+    def predict(history: History, config: Config) -> Prediction:
+        speed = world.samples_per_s(config)
+        return Prediction(
+            samples_per_s=speed,
+            samples_per_s_low=speed,
+            samples_per_s_high=speed,
+            peak_bytes=None,
+            peak_low_bytes=None,
+            peak_high_bytes=None,
+            chance_to_win=None,
+            chance_to_fit=1.0,
+            reason="",
+        )
+
+    explore(search, UndoChanges(predict=predict))
+    undone = [switched(config, search) for config in world.configs[2:]]
+    assert undone[0] == {"amp": "bf16"}
+    assert BUNDLE.keys() - undone[1] == {"amp"} and len(undone) == 4

@@ -27,7 +27,7 @@ from autotune.space import Space
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning import opening
-from autotune.tuning.budget import AHEAD_S, LENIENCE, LOST_SHARE, PATIENCE, patience_for, play_off_process_s
+from autotune.tuning.budget import AHEAD_S, LENIENCE, LOST_SHARE, PATIENCE, Budget, patience_for, play_off_process_s
 from autotune.tuning.confirm import confirm
 from autotune.tuning.events import Listener, ProbeAdvanced
 from autotune.tuning.explore import explore, measure_baseline
@@ -158,6 +158,22 @@ def test_a_process_of_the_play_off_is_reckoned_by_the_steps_that_it_takes(accumu
     )
     outcome = Outcome(kind=Kind.OK, measurement=found, wall_s=17.0)
     assert shortest_s <= play_off_process_s(ran, outcome) <= 1.1 * shortest_s + 0.01
+
+
+def test_what_looking_into_growth_took_is_no_part_of_a_process_of_the_play_off():
+    ran = find_techniques().complete({"batch_size": 12})
+    found = replace(measurement(ran, 13.7, LIMIT_BYTES), step_s=0.01, warmup_s=1.0, timed_s=1.0)
+    short, grown = (
+        play_off_process_s(ran, Outcome(kind=Kind.OK, measurement=replace(found, growth_s=s), wall_s=2.5 + s))
+        for s in (0.0, 3.0)
+    )
+    assert short == pytest.approx(grown) and short < 2
+
+
+@pytest.mark.parametrize(("left_s", "num"), [(1.0, 1), (11.9, 1), (12.0, 2), (39.9, 2), (40.0, 3), (400.0, 3)])
+def test_as_many_finalists_play_as_the_time_is_enough_for(left_s, num):
+    budget = Budget(budget_s=left_s, probe_timeout_s=None, now_s=lambda: 0.0, started_s=0.0, keeps_checks=False)
+    assert budget.num_finalists([2.0, 2.0, 2.0], baseline_s=2.0) == num
 
 
 def test_too_little_evidence_is_undecided_and_says_what_would_do():

@@ -158,19 +158,28 @@ def test_a_round_draws_samples_of_its_own_and_the_same_for_all_who_play_it(tmp_p
     assert len(lengths) == len(rounds)
 
 
-def test_what_a_play_off_knows_of_a_peak_is_what_the_search_saw(tmp_path):
+@pytest.mark.parametrize("grown_bytes", [0, 2**20])
+def test_what_a_play_off_knows_of_memory_is_what_the_search_saw(tmp_path, grown_bytes):
     known = {}
 
     class Watched(Staged):
+        def outcome_of(self, config, settings):
+            outcome = super().outcome_of(config, settings)
+            if outcome.measurement is None:
+                return outcome
+            return replace(outcome, measurement=replace(outcome.measurement, long_run_growth_bytes=grown_bytes))
+
         def in_play_off(self, config, settings, outcome):
-            known[config] = settings.known_peak_bytes
+            known[config] = settings.known_peak_bytes, settings.known_long_run_peak_bytes
             return outcome
 
     answer(recommender(tmp_path, runner := Watched()))
     usable = 0.95 * LIMIT_BYTES
-    assert known == {
-        config: peak if (peak := runner.peak_bytes(config)) <= SURE_TO_FIT * usable else 0 for config in known
-    }
+    assert known
+    for config, told in known.items():
+        peak = runner.peak_bytes(config)
+        surely_fits = peak + grown_bytes <= SURE_TO_FIT * usable
+        assert told == ((peak, (peak + grown_bytes) * bool(grown_bytes)) if surely_fits else (0, 0))
 
 
 class Shrinking(Staged):
