@@ -252,6 +252,7 @@ def verify_answer(
     *,
     logs: Path = LOGS,
     on_warning: Callable[[str], None] = lambda warning: None,
+    on_progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> tuple[Outcome, Recheck | None]:
     """Run a study's answer as `verify` does, and where it told a gain, the baseline beside it: each twice, in turns.
@@ -262,6 +263,7 @@ def verify_answer(
     Args:
         task, logs, on_warning: as in `probe`.
         study: as `load_study` reads it; one with an answer that is no command line.
+        on_progress: called with a line as each run begins.
         **options
 
     Returns:
@@ -275,7 +277,7 @@ def verify_answer(
     asked = VerifyOptions.of(options, total_bytes=_total_bytes)
     base = answer.baseline.config if answer.baseline is not None and answer.speedup_ci is not None else None
     turns = [answer.config] if base is None else [answer.config, base, base, answer.config]
-    outcomes, inspection = _run_each(task, turns, asked, asked.num_steps, logs, on_warning)
+    outcomes, inspection = _run_each(task, turns, asked, asked.num_steps, logs, on_warning, on_progress)
     own, beside = outcomes[::3], outcomes[1:3]
     seen = recheck_answer(answer, own, beside)
     searched_hash = study.facts.fingerprint.task
@@ -302,6 +304,7 @@ def _run_each(
     num_steps: int,
     logs: Path,
     on_warning: Callable[[str], None],
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Outcome], Inspection | None]:
     """Run configs one after the other. The inspection is None where it failed."""
     for config in configs:
@@ -339,7 +342,10 @@ def _run_each(
                 _require_support(config, inspection, runner.techniques)
             for warning in inspection.facts.warnings:
                 on_warning(warning)
-        outcomes = [runner.probe(config, settings) for config in complete]
+        outcomes = []
+        for number, config in enumerate(complete, 1):
+            on_progress(f"run {number} of {len(complete)}: {runner.techniques.describe(config)}")
+            outcomes.append(runner.probe(config, settings))
         warnings: dict[Config, str] = {}
         for config, outcome in zip(complete, outcomes, strict=True):
             if warning := _outgrows(settings.memory_limit_bytes, config, outcome):

@@ -100,6 +100,11 @@ def _decimal(number: float) -> str:
     return f"{number:.3g} "
 
 
+def format_chance(chance: float) -> str:
+    """`97%`; no chance is told as none or as certain."""
+    return f"{min(max(chance, 0.01), 0.99):.0%}"
+
+
 def format_exact_bytes(num_bytes: int) -> str:
     """`1610612736` -> `1536MiB`: the shortest text that means exactly so many bytes."""
     for size, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autotune.units import format_bytes, format_seconds, parse_bytes, parse_fraction, parse_seconds
+from autotune.units import format_bytes, format_chance, format_seconds, parse_bytes, parse_fraction, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,8 @@ def test_bytes_are_shown_in_binary_units(num_bytes, text):
 @pytest.mark.parametrize(("seconds", "text"), [(0.0123, "12.3 ms"), (2.5, "2.5 s"), (75, "1m15s"), (3720, "1h02m")])
 def test_seconds_are_shown_in_the_unit_that_reads_best(seconds, text):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("chance", "text"), [(0.0, "1%"), (0.004, "1%"), (0.5, "50%"), (0.999, "99%"), (1.0, "99%")])
+def test_no_chance_is_told_as_none_or_as_certain(chance, text):
+    assert format_chance(chance) == text

@@ -145,7 +145,11 @@ def verify(options: argparse.Namespace) -> int:
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
     outcome, seen = api.verify_answer(
-        options.model, study, on_warning=_warn, **read_options(options, VerifyOptions, answer.goal.asked)
+        options.model,
+        study,
+        on_warning=_warn,
+        on_progress=_tell,
+        **read_options(options, VerifyOptions, answer.goal.asked),
     )
     found = outcome.measurement
     holds = found is not None and found.samples_per_s_high >= least
@@ -177,6 +181,10 @@ def verify(options: argparse.Namespace) -> int:
 
 def _warn(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace, **expected: Any) -> int:

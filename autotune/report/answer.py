@@ -137,6 +137,7 @@ def python_lines(model: str, asked: Mapping[str, str | int], num_processes: int 
     started = (Code(f"# torchrun --nproc-per-node {num_processes} train.py, where this is train.py:"),)
     return (
         *(started if num_processes > 1 else ()),
+        Code("import autotune"),
         call,
         Code("for batch in session.loader:"),
         Code("    loss = session.step(batch)"),

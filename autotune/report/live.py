@@ -33,7 +33,7 @@ from autotune.tuning.events import (
     SearchStarted,
     Working,
 )
-from autotune.units import format_bytes, format_seconds, plural
+from autotune.units import format_bytes, format_chance, format_seconds, plural
 
 NUM_FRONT = 6
 NUM_LAST = 5
@@ -110,7 +110,7 @@ class Lines(WarningsOnly):
         clock = f"[{event.elapsed_s:4.0f}/{self._budget_s:.0f}s]"
         trial = event.trial
         found = f"{self._techniques.describe(trial.config)}: {summary(trial.outcome, feasible=trial.feasible)}"
-        sure = f", {in_percent(event.chance)} likely better than the baseline" if event.chance is not None else ""
+        sure = f", {format_chance(event.chance)} likely better than the baseline" if event.chance is not None else ""
         best = f" (best{sure})" if is_best(event) and trial.stage != "baseline" else ""
         before = f" [{expected(trial.prediction)}]" if expected(trial.prediction) else ""
         return f"{clock} #{trial.number} {trial.stage:8} {found}{best}{before}"
@@ -248,7 +248,9 @@ class Dashboard(Listener):
         if self._best is not None and self._best[1] != self._baseline:
             ratio = best_speed(self._best, self._baseline)
             over = f", {times(ratio)}" if ratio else ""
-            over += f", {in_percent(self._chance)} likely better than the baseline" if self._chance is not None else ""
+            over += (
+                f", {format_chance(self._chance)} likely better than the baseline" if self._chance is not None else ""
+            )
             figures = summary(self._best[1], feasible=True)
             grid.add_row(
                 "best", Text.assemble((f"{figures}{over}  ", "bold green"), self._techniques.describe(self._best[0]))
@@ -342,11 +344,6 @@ def describe_progress(progress: Progress) -> str:
     if not progress.num_micro_steps:
         return stage
     return f"{stage}: {plural(progress.num_micro_steps, 'micro step')}, {format_bytes(progress.peak_bytes)}"
-
-
-def in_percent(chance: float) -> str:
-    """`97%`; no chance is told as none or as certain."""
-    return f"{min(max(chance, 0.01), 0.99):.0%}"
 
 
 def is_best(event: ProbeEnded) -> bool:

@@ -92,13 +92,13 @@ class Techniques(Mapping[str, Technique]):
         """Return the name if it is a key of a config, a technique's or the batch's.
 
         Raises:
-            ConfigError: it is no such key; the message offers the nearest names.
+            ConfigError: it is no such key; the message offers the nearest names, or all where none is near.
         """
         names = (*BATCH_KEYS, *self)
         if name not in names:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-            meant = f" (did you mean {' or '.join(near)}?)" if near else ""
-            raise ConfigError(f"{name!r} is not a technique{meant}; there are: {', '.join(names)}")
+            meant = f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(names)}"
+            raise ConfigError(f"{name!r} is not a technique; {meant}")
         return name
 
     def is_ordered(self, name: str) -> bool:

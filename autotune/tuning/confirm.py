@@ -72,7 +72,7 @@ def confirm(
     for config in playing:
         others = [other for other in candidates if other != config]
         play_off.enter(_entrant(search, config, chosen(config, others, len(playing), merits)))
-    if num := len(play_off.playing):
+    if (num := len(play_off.playing)) and not search.interrupted():
         search.listener.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
     taken = (*playing, search.history.space.baseline)
     waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # lazily: to admit takes time

@@ -33,7 +33,7 @@ from autotune.tuning.one_device import one_device_of
 from autotune.tuning.playoff import MIN_ROUNDS
 from autotune.tuning.state import Search
 from autotune.tuning.why import effects
-from autotune.units import format_exact_seconds, plural
+from autotune.units import format_chance, format_exact_seconds, plural
 
 UNCHECKED = "its gradients were not compared with plain fp32 before the search ended; run the same command again, and it goes on"
 AS_FAST = 1.05  # an interval that reaches above leaves open whether there is a gain; one below the inverse, a loss
@@ -354,7 +354,9 @@ def verdict_of(search: Search, standing: Standing | None, gain: Ratio | None, *,
         said = [f"{_not_played(search)}, so its figure is from one process"]
         _, chance = answer_so_far(search.history, search.cost_model, search.play_off)
         if chance is not None:
-            said.append(f"by what the search found, it is better than the baseline with a chance of {chance:.0%}")
+            said.append(
+                f"by what the search found, it is better than the baseline with a chance of {format_chance(chance)}"
+            )
         return "undecided", "; ".join([*said, *_would_do(search, standing, gain, 0)])
     if gain is None:
         return better, ""  # than a baseline that does not run

@@ -143,7 +143,7 @@ def test_an_unknown_choice(tmp_path):
 )
 def test_a_typo_in_a_techniques_name_is_refused_before_the_model_is_imported(tmp_path, arguments):
     (tmp_path / "model.py").write_text("raise SystemExit('imported')\n" + GOOD)
-    refused(run(tmp_path, *arguments), "'ampp' is not a technique (did you mean amp?)")
+    refused(run(tmp_path, *arguments), "'ampp' is not a technique; did you mean amp?")
     assert [file.name for file in tmp_path.iterdir()] == ["model.py"]  # and nothing is left behind
 
 

@@ -109,6 +109,9 @@ def test_an_answer_that_has_become_slower_is_told_by_the_exit_code(
     assert main([*command, "--json"]) == 0
     printed = capsys.readouterr()
     told = json.loads(printed.out)
+    assert [line[:11] for line in printed.err.splitlines() if line.startswith("run ")] == [
+        f"run {n} of 4:" for n in range(1, 5)
+    ]
     assert "in turns with the baseline, at " in printed.err and "in 95 %); the study told " in printed.err
     (kept,) = load_study(study, study="gpt").facts.rechecks
     assert Recheck.from_dict(told["recheck"]) == kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import shlex
+import sys
 from dataclasses import replace
 
 import pytest
@@ -339,12 +340,17 @@ def prepared_with(
             calls.append((args, options))
             return type("Session", (), {"loader": [1, 2], "step": lambda self, batch: batch})()
 
-    exec(_lines(model, asked, width), {"autotune": Autotune, "config": CONFIG, "task": "the task"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "autotune", Autotune())
+        exec(_lines(model, asked, width), {"config": CONFIG, "task": "the task"})
     return calls[0]
 
 
 def test_nothing_is_said_of_defaults() -> None:
-    assert _lines("model.py", {}).splitlines()[0] == 'session = autotune.prepare("model.py", config)'
+    assert _lines("model.py", {}).splitlines()[:2] == [
+        "import autotune",
+        'session = autotune.prepare("model.py", config)',
+    ]
     command = """autotune verify model.py --config '{"batch_size": 16, "accumulation_steps": 32, "amp": "bf16"}' --steps 100"""
     assert verify_command(CONFIG, find_techniques(), "model.py", {}) == command
 
