@@ -113,7 +113,7 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
     known = answer.search.history.known.get(answer.config)
     probed = [known.measurement] if known is not None and known.measurement is not None else []
     later = max((one.long_run_growth_bytes for one in [*measured, *probed]), default=0)
-    keeping = [one.kept for one in measured if one.kept]
+    keeping = [one.kept for one in [*measured, *probed] if one.kept]
     kept = keeping[0] if keeping and (growth > 0 or 2 * len(keeping) > len(measured)) else ""
     if growth <= 0 and later <= 0 and not kept:
         return
@@ -131,7 +131,8 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
         rate = f"{grows}At this rate {exceeds}: " if growth > 0 else "memory grows: "
         yield f"{rate}from every micro batch the training code keeps {kept}. A long run will run out of memory"
     elif later > 0:
-        need = f"about {format_bytes(peak_bytes + later)} of the limit of {format_bytes(limit_bytes)}"
+        held_bytes = max(one.long_run_peak_bytes for one in [*measured, *probed])
+        need = f"about {format_bytes(held_bytes)} of the limit of {format_bytes(limit_bytes)}"
         yield (
             f"{grows or 'memory still grows where a probe ends. '}No tensors were found that the training code keeps. {_caches(answer)}. "
             f"Such growth ends once every shape has occurred or that cache is full: a long run is expected to need {need}. "
