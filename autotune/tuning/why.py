@@ -364,6 +364,12 @@ def nothing(history: History, cost_model: CostModel, inspection: Inspection, ref
     left = cost_model.propose(history)
     need = _least_need(history, cost_model, [left.config] if left is not None else [])
     reasons = [no_fit(tried, objective.memory_limit_bytes, need)]
+    is_whole = space.stays_whole and space.baseline.accumulation_steps == 1
+    if tried and is_whole and all(objective.does_not_fit(trial.outcome) for trial in tried):
+        reasons.append(
+            f"the batch of {space.baseline.batch_size} is not cut, as smaller ones learn, or may learn, something else: a smaller "
+            "--global-batch takes less memory"
+        )
     if history.searched and left is not None and may_fit(history, cost_model, left.config):
         reasons.append(_what_was_left(history, left.config))
     if space.fixed:

@@ -1,5 +1,7 @@
 """When nothing fits: a search ends after a few hopeless probes, says how much is needed, and never leaves what is fixed."""
 
+from dataclasses import replace
+
 import pytest
 
 from autotune.records.outcome import Kind, Outcome
@@ -31,6 +33,14 @@ def test_after_a_few_hopeless_probes_a_search_ends_with_the_predicted_need(tmp_p
     with pytest.raises(NothingFeasible, match=told):
         answer(search)
     assert len(runner.configs) <= (5 if traced else 8)
+
+
+def test_where_the_batch_must_stay_whole_a_smaller_global_batch_is_named(tmp_path):
+    baseline = techniques.complete({"batch_size": 96}, global_batch=96).as_dict()
+    whole = inspection(batch=replace(FOUND.batch, accumulation_steps=(1,), stays_whole=True), baseline=baseline)
+    search = make_search(tmp_path, Huge(), inspection=whole, sampler="cost-model", num_trials=4)
+    with pytest.raises(NothingFeasible, match=r"the batch of 96 is not cut, .*: a smaller --global-batch takes less"):
+        answer(search)
 
 
 def test_a_baseline_that_was_not_stated_is_halved_at_once_to_what_may_fit(tmp_path):
