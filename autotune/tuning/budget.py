@@ -209,9 +209,9 @@ class Budget:
         guest_s = min(self.guest_s, GUEST_SHARE * shared_s)
         match len(history.feasible):
             case 0:
-                expected_s, leave_s = self._shortest_probe_s(history), 0.0
+                expected_s, leave_s = min(self._latest_s(history)), 0.0
             case 1 if history.space.baseline in history.feasible:
-                expected_s, leave_s = self._shortest_probe_s(history), guest_s
+                expected_s, leave_s = min(self._latest_s(history)), guest_s
             case _:
                 best_s, round_s = self._lead_s(history) or (0.0, 0.0)
                 expected_s = max(expected_s, best_s)
@@ -275,13 +275,12 @@ class Budget:
 
     def expected_probe_s(self, history: History) -> float:
         """Seconds that the next probe will take, judged by the latest ones."""
-        latest = history.probe_wall_s[-RECENT:]
-        return median(latest) if latest else 0.0
+        return median(self._latest_s(history))
 
     @staticmethod
-    def _shortest_probe_s(history: History) -> float:
-        """Seconds that the shortest of the latest probes took."""
-        return min(history.probe_wall_s[-RECENT:], default=0.0)
+    def _latest_s(history: History) -> list[float]:
+        """Seconds that the latest probes took."""
+        return history.probe_wall_s[-RECENT:] or [0.0]
 
     def add_run(self, outcome: Outcome, num_slots: int) -> None:
         """Count the time of a process that ran a probe. A process that shares the machine counts for its share of the slots."""
