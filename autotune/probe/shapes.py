@@ -26,6 +26,7 @@ SURE_Z = 2.2  # of the trend: five points that only rise exceed it
 PAGES_BYTES = MIB // 4  # smaller steps of a heap are no new kernels
 STEPWISE = 0.3  # share of the increments that have to be positive for a trend: one wide batch alone makes none
 GIVEN_BACK = 0.25  # of what was taken: an allocator gives back nearly all, a cache nothing
+FEW_SHAPES = 64  # of a training: all of them have been met after a while
 MOST_POINTS = 100  # all pairs of them are looked at
 
 
@@ -65,6 +66,11 @@ class Shapes:
         """
         times = Counter(self._counts.values())
         return self.num_seen + times[1] * (times[1] - 1) / (2 * (times[2] + 1))
+
+    @property
+    def recur(self) -> bool:
+        """Whether training is expected to meet no more than a few shapes, again and again."""
+        return self.num_expected() <= FEW_SHAPES
 
 
 def _shape(micro_batch: Any) -> Shape:

@@ -232,6 +232,38 @@ def test_where_the_peak_is_known_the_largest_batch_is_not_trained_again(monkeypa
     assert run.measure(0.0).peak_bytes == 2**50
 
 
+def trained_and_drawn(num_lengths, monkeypatch, **settings):
+    """How many micro batches a run with samples of so many lengths has trained, how many it has drawn, and how often it met new shapes."""
+    trained, met, meet = [], [], Run._meet
+    monkeypatch.setattr(Run, "_meet", lambda run, new: met.append(len(new)) or meet(run, new))
+
+    def training_step(model, batch):
+        trained.append(batch.shape)
+        return model.weight.sum() * batch.mean()
+
+    samples = [torch.ones(1 + place % num_lengths) for place in range(400)]
+    task = task_of(make_batch=None, train_dataset=lambda: samples, training_step=training_step)
+    known = {"known_peak_bytes": 2**50, "known_long_run_peak_bytes": 2**50}
+    run = run_of(task, {"batch_size": 1}, phases=False, **known, **settings)
+    run.measure(0.0)
+    return len(trained), run._long_run.shapes._counts.total(), met
+
+
+def test_a_micro_batch_of_a_shape_that_comes_again_and_again_is_trained_once_before_it_is_timed(monkeypatch):
+    trained, drawn, met = trained_and_drawn(12, monkeypatch)
+    assert met and trained == drawn + sum(met)
+
+
+def test_shapes_that_hardly_come_again_are_timed_as_they_are(monkeypatch):
+    trained, drawn, met = trained_and_drawn(400, monkeypatch)
+    assert drawn <= trained < drawn + sum(met)
+
+
+def test_where_so_many_steps_are_asked_for_no_other_micro_batch_is_trained(monkeypatch):
+    trained, drawn, met = trained_and_drawn(12, monkeypatch, num_steps=20)
+    assert not met and trained == drawn
+
+
 def test_where_it_is_known_what_a_long_run_holds_nothing_is_trained_to_find_it_out(monkeypatch):
     monkeypatch.setattr(LongRun, "growth_per_shape", lambda *args: pytest.fail("it is"))
     samples = [torch.ones(6) for _ in range(16)]
