@@ -26,7 +26,7 @@ from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, 
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
-from autotune.task.batches import StepBatch
+from autotune.task.batches import StepBatch, fresh_copy
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
@@ -471,8 +471,8 @@ class Run:
         self.device.synchronize()
         started = time.perf_counter()
         if self._long_run.shapes.recur:
-            for micro in micro_batches:
-                self._accumulate_part(StepBatch([micro]))
+            for micro, size in micro_batches:
+                self._accumulate_part(StepBatch([(fresh_copy(micro), size)]))
             self._clear_gradients()
         self.device.synchronize()
         self._met_s += time.perf_counter() - started
