@@ -468,12 +468,13 @@ class Run:
         Libraries make kernels for each new shape: the first micro batch of one took 16 ms more than the next, of 45 ms, in a recognizer of
         speech. A short run meets many new shapes, the more of them the smaller its micro batches are, and a long one hardly any.
         """
+        if not self._long_run.shapes.recur:
+            return
         self.device.synchronize()
         started = time.perf_counter()
-        if self._long_run.shapes.recur:
-            for micro, size in micro_batches:
-                self._accumulate_part(StepBatch([(fresh_copy(micro), size)]))
-            self._clear_gradients()
+        for micro, size in micro_batches:
+            self._accumulate_part(StepBatch([(fresh_copy(micro), size)]))
+        self._clear_gradients()
         self.device.synchronize()
         self._met_s += time.perf_counter() - started
 

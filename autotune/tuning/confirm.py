@@ -44,8 +44,8 @@ def finalists_of(search: Search) -> list[Config]:
     if not others:
         return []
     processes_s = [play_off_process_s(config, history.known[config]) for config in others[:MOST_FINALISTS]]
-    baseline, outcome = history.space.baseline, history.baseline
-    baseline_s = play_off_process_s(baseline, outcome) if outcome is not None and baseline in ranked else 0.0
+    baseline = history.space.baseline
+    baseline_s = play_off_process_s(baseline, history.known[baseline]) if baseline in ranked else 0.0
     num = budget.num_finalists(processes_s, baseline_s)
     best = ranked[others[0]].measurement
     if best is None or history.objective.is_short_of_memory(best.long_run_peak_bytes):
