@@ -135,7 +135,7 @@ class Recovery:
         if build.task.takes_whole_steps:
             self._never = "the task's own step is one unit, which may have updated parameters already"
         elif uses_batch_statistics(build.model):
-            self._never = _BATCH_STATISTICS
+            self._never = BATCH_STATISTICS
 
     def step(self, session: StepPhases, micro_batches: StepBatch) -> torch.Tensor:
         """Take one optimizer step, in smaller micro batches where these do not fit; returns the loss, as `Session.step` does.
@@ -237,7 +237,7 @@ class Recovery:
                 "let no parameter require a gradient that the optimizer does not update"
             )
         if uses_batch_statistics(self._model):
-            return _BATCH_STATISTICS
+            return BATCH_STATISTICS
         if any(parameter._post_accumulate_grad_hooks for parameter in self._model.parameters()):
             return "a hook of a parameter may have used its gradient during the backward pass"
         if any(version_of(tensor) != version for tensor, version in start.inputs):
@@ -256,7 +256,7 @@ class Recovery:
 
 
 _CANNOT = "autotune cannot take the step again in smaller micro batches"
-_BATCH_STATISTICS = (
+BATCH_STATISTICS = (
     "batch normalisation would see smaller micro batches, and the step would learn something else; choose a smaller "
     "batch_size"
 )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, unknown_of_copies
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments, unknown_of_copies, unsaid_clipping
 from autotune.records.result import Result
 from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
@@ -58,6 +58,7 @@ class Accelerate(Exporter):
             "# Add your own collate_fn; leave shuffle out for an IterableDataset or a sampler.",
         ]
         text = "\n".join([*comments, *(f"{name}: {json.dumps(value)}" for name, value in of_file.items())])
+        unsaid |= unsaid_clipping(result, "accelerator.clip_grad_norm_(model.parameters(), ...) before each step")
         return Export(text, {**unsaid, **unknown_of_copies(result)})
 
 

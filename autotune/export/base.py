@@ -31,6 +31,10 @@ _AS_MEASURED = {DATALOADER: {"shuffle": True}}  # as a session's loader; a strea
 _ALIKE = {ACCELERATE, DEEPSPEED, LIGHTNING}
 _OVER_ACCELERATE = {ACCELERATE, TRANSFORMERS}  # the second trains by the first
 _BY_TORCH = {*_OVER_ACCELERATE, LIGHTNING, TORCH}  # spread models by DDP, and by FSDP block by block
+ALIKE_THERE = (
+    "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the mean number of "
+    "terms of the step's micro batches"
+)
 NO_PLACES = "the study does not say which modules it acted on; search again"
 
 
@@ -126,21 +130,33 @@ def arguments(
             said[framework] |= EVAL_BATCH[framework].write(size)
         if not EVAL_BATCH.keys() & set(frameworks):
             unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
-    several = int(result.config.get("accumulation_steps", 1)) * result.subject.num_processes > 1
-    if "loss_weight" in result.subject.parts and several and _ALIKE & {*frameworks}:
-        unsaid["loss_weight"] = (
-            "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the "
-            "mean number of terms of the step's micro batches"
-        )
+    if counts_terms(result) and _ALIKE & {*frameworks}:
+        unsaid["loss_weight"] = ALIKE_THERE
     if SPREAD not in unsaid and not techniques.is_off(SPREAD, result.config.get(SPREAD, techniques[SPREAD].off)):
         unsaid |= _said_of_shards(techniques, result, frameworks)
     return said, unsaid
+
+
+def counts_terms(result: Result) -> bool:
+    """Whether a step has several micro batches, and the task says how many terms the loss of each has: labels, say, not samples."""
+    several = int(result.config.get("accumulation_steps", 1)) * result.subject.num_processes > 1
+    return several and "loss_weight" in result.subject.parts
 
 
 def unsaid_of(technique: Technique, choice: Choice, why: str) -> str:
     """Why a choice is not said, with its label where that is not the key itself."""
     label = technique.label(choice)
     return why if label == technique.name else f"{label}: {why}"
+
+
+def unsaid_clipping(result: Result, argument: str) -> dict[str, str]:
+    """That a model file clips gradients, which the text does not say; nothing where it does not, or the user's script does.
+
+    Args:
+        argument: what the framework clips by.
+    """
+    clips = result.subject.model and "MAX_GRAD_NORM" in result.subject.parts
+    return {"max_grad_norm": f"the file's MAX_GRAD_NORM clips gradients: give it to {argument}"} if clips else {}
 
 
 def launching(result: Result) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching, unsaid_clipping
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, World
 from autotune.records.result import Result
 from autotune.techniques.frameworks import DEEPSPEED
@@ -28,4 +28,5 @@ class DeepSpeed(Exporter):
         if number > 1:
             plan = BatchPlan(int(result.config[BATCH_SIZE]), int(result.config[ACCUMULATION]), World(size=number))
             found["train_batch_size"] = plan.samples_per_step
+        unsaid |= unsaid_clipping(result, "`gradient_clipping`")
         return Export(json.dumps(found, indent=2), {**unsaid, **launching(result)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching, unknown_of_copies
+from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching, unknown_of_copies, unsaid_clipping
 from autotune.records.result import Result
 from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import TRANSFORMERS, merge
@@ -25,6 +25,7 @@ class Transformers(Exporter):
             device["ddp_find_unused_parameters"] = bool(places.get("find_unused_parameters"))
         if "fsdp" in found and places.get("classes"):
             found = merge(found, {"fsdp_config": {"transformer_layer_cls_to_wrap": places["classes"]}})
+        unsaid |= unsaid_clipping(result, "TrainingArguments(max_grad_norm=...), which clips to 1.0 otherwise")
         return Export(
             json.dumps({**found, **device}, indent=2), {**unsaid, **unknown_of_copies(result), **launching(result)}
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 
 from autotune.devices.torch_errors import is_out_of_memory
 from autotune.errors import ConfigError, TaskError
-from autotune.export.base import words_of
+from autotune.export.base import ALIKE_THERE, counts_terms, words_of
 from autotune.group import launched_world
 from autotune.integrations.accelerator import (
     PRECISION,
@@ -32,10 +33,12 @@ from autotune.integrations.accelerator import (
     watch_accelerators,
 )
 from autotune.integrations.base import search, techniques_saying
-from autotune.records.check import Coupling
-from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, largest_batch_size
+from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, describe_batch, largest_batch_size
+from autotune.records.result import Result
+from autotune.recovery import BATCH_STATISTICS
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
+from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 from autotune.tuning.events import Listener, Listeners
@@ -77,8 +80,9 @@ def find_executable_config(
 
     The search takes place when the function is first called. Searched is what Accelerate and `DataLoader` can say. The answer
     may accumulate, which takes a `with accelerator.accumulate(model):` around each micro batch. Should the function run out of
-    memory all the same, it is called again with micro batches half as large, and more of them a step; not so where the search
-    has found that they learn something else, or where several processes train together.
+    memory all the same, it is called again with micro batches half as large, and more of them a step; not so where they would learn
+    something else (the search found that the loss couples samples, or the model has batch normalisation, unless `accumulation_steps` is
+    included), or where several processes train together.
 
     The baseline's precision, compilation and sharding are those of `accelerate launch`, where that started the script. What an
     `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.
@@ -94,7 +98,7 @@ def find_executable_config(
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         found: list[Executable] = []
-        couplings: list[Coupling | None] = []
+        never: list[str] = []  # why its micro batches must not become smaller; empty where they may
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> T:
@@ -104,7 +108,9 @@ def find_executable_config(
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
-                couplings.append(result.subject.coupling)
+                never.append(_why_whole(given, asked, result))
+                if counts_terms(result):
+                    Listeners(watched_by).warn(f"the task's loss_weight is not Accelerate's: {ALIKE_THERE}")
             while True:
                 try:
                     with watch_accelerators(functools.partial(_compare, found[0], watched_by)):
@@ -117,21 +123,43 @@ def find_executable_config(
                             "it is not called again with smaller micro batches: the other processes are in the same step"
                         )
                         raise
-                    if couplings[0] is not None and not couplings[0].may_be_cut:
-                        error.add_note(f"it is not called again with smaller micro batches: {couplings[0].reason}")
+                    if never[0]:
+                        error.add_note(f"it is not called again with smaller micro batches: {never[0]}")
                         raise
                 found[0] = _halve(found[0])
+                Listeners(watched_by).warn(
+                    f"{function.__name__} ran out of memory: it is called again with {describe_batch(found[0])}"
+                )
                 gc.collect()
                 if torch.cuda.is_initialized():
                     torch.cuda.empty_cache()
 
         return run
 
-    if callable(task) and not isinstance(task, Task) and getattr(task, "__code__", None) and task.__code__.co_argcount:
-        raise ConfigError(
-            f"find_executable_config was put on {task.__name__} without a task; write @find_executable_config(task)"
-        )
+    if callable(task) and not isinstance(task, Task) and _needs_arguments(task):
+        name = getattr(task, "__name__", repr(task))
+        raise ConfigError(f"find_executable_config was put on {name} without a task; write @find_executable_config(task)")
     return decorate
+
+
+def _needs_arguments(function: Callable[..., Any]) -> bool:
+    """Whether it cannot be called without arguments, as a function that trains, and none that makes a task."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # of what is not written in Python none is known
+        return False
+    return False
+
+
+def _why_whole(task: Task, options: Mapping[str, Any], result: Result) -> str:
+    """Why smaller micro batches would learn something else; empty where they would not, or the user wants them all the same."""
+    if ACCUMULATION in options.get("include", ()):
+        return ""
+    if (coupling := result.subject.coupling) is not None and not coupling.may_be_cut:
+        return coupling.reason
+    return BATCH_STATISTICS if uses_batch_statistics(task.model().train()) else ""
 
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:

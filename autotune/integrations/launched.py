@@ -134,9 +134,16 @@ def devices_of(places: Sequence[tuple[str, str]]) -> str:
 
 @contextmanager
 def _as_if_alone(size: int) -> Iterator[None]:
-    """The environment of a process that nobody launched: each probe's world is its own, with as many threads a process as here."""
+    """The environment of a process that nobody launched, and the threads of all: each probe's world is its own, and its processes
+    share them.
+    """
+    own_threads = torch.get_num_threads()
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name in _OF_LAUNCHERS or name.startswith(_FAMILIES)]:
             del os.environ[name]
-        os.environ["OMP_NUM_THREADS"] = str(size * torch.get_num_threads())
-        yield
+        os.environ["OMP_NUM_THREADS"] = str(size * own_threads)
+        torch.set_num_threads(size * own_threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(own_threads)

@@ -115,7 +115,7 @@ def tune(
     result = search(task, _FRAMEWORKS, options, listeners, device=_device(trainer))
     said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
     require_said(unsaid)
-    del said[DATALOADER]["shuffle"]  # as it was
+    said[DATALOADER].pop("shuffle", None)  # as it was; a stream has none
     said[LIGHTNING].pop("strategy", None)  # as it was, and as options of its class, which Trainer does not take
     return Tuned(trainer=said[LIGHTNING], dataloader=said[DATALOADER], result=result)
 
@@ -332,6 +332,12 @@ def _refuse(module: LightningModule, datamodule: LightningDataModule | None, tra
     if read(LIGHTNING, {"precision": trainer.precision}) == {}:
         raise TaskError(
             f"the Trainer's precision is {trainer.precision!r}; expected '32-true', 'bf16-mixed' or '16-mixed'"
+        )
+    schedulers = [one for one in trainer.callbacks if type(one).__name__ == "GradientAccumulationScheduler"]
+    if any(one.scheduling != {0: 1} for one in schedulers):
+        raise TaskError(
+            f"the Trainer's GradientAccumulationScheduler changes the accumulation steps in training ({schedulers[0].scheduling}), and a "
+            "config has one number; leave it out, and give Trainer(accumulate_grad_batches=...)"
         )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise TaskError(

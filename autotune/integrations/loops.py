@@ -154,7 +154,7 @@ def _fixed(own: Mapping[str, Choice], fix: Mapping[str, Choice], exclude: Sequen
 
 def _changed_loader(loader: DataLoader[Any], said: Mapping[str, Any]) -> DataLoader[Any]:
     """A loader with other options. Torch says which of the old ones they exclude: those of workers where there are none, say."""
-    options = {"dataset": loader.dataset, **said}
+    options = {"dataset": loader.dataset, "num_workers": loader.num_workers, **said}
     for name in _OPTIONS:
         if name not in options and hasattr(loader, name):
             with contextlib.suppress(ValueError):

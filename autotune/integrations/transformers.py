@@ -227,11 +227,25 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, *, listeners: Sequence[Listener] | None = None, **options: Any) -> None:
         self._listeners, self._options = listeners, options
+        self._is_taken_over = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the trainer's `train` over, once: by `on_train_begin` its loader and its optimizer are there already."""
         trainer = _being_made()
         trainer.train = partial(self._train, trainer)
+        self._is_taken_over = True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to be of no use: a callback that is added to a trainer is not called before training begins.
+
+        Raises:
+            ConfigError: it was added by `add_callback`.
+        """
+        if not self._is_taken_over:
+            raise ConfigError(
+                "AutotuneCallback was added to a Trainer that was made already, so it could not tune it before training began; give it as "
+                "Trainer(..., callbacks=[AutotuneCallback()])"
+            )
 
     def _train(self, trainer: Any, *given: Any, **named: Any) -> Any:
         del trainer.train

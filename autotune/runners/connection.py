@@ -126,9 +126,11 @@ class Connection:
         most_threads = num_threads()
         if self._processors is not None:
             most_threads = min(most_threads, len(cores(self._processors)))
-            for variable in THREAD_VARIABLES:  # of the user's, for the whole machine
-                if variable in environment:
-                    environment[variable] = str(most_threads)
+        is_built_here = self._source is not None and not self._source.path  # by a script that may have told torch alone
+        for variable in THREAD_VARIABLES:
+            # what is set is for the whole machine
+            if is_built_here or (self._processors is not None and variable in environment):
+                environment[variable] = str(most_threads)
         if "OPENBLAS_NUM_THREADS" not in environment:  # else numpy's BLAS starts threads in the fork server
             environment["OPENBLAS_NUM_THREADS"] = "1"
             blas_threads = most_threads

@@ -106,7 +106,7 @@ def run_job(task: Task | None, request: dict[str, Any]) -> None:
         task.use_widest(request["widest"])
     try:
         if task is not None and request["blas_threads"] > 1 and task.dataset() is not None:
-            _restore_blas_threads(request["blas_threads"])
+            _restore_blas_threads(max(1, request["blas_threads"] // request["num_ranks"]))
         if request["source"] is None:  # a command trains, and there is no task
             from autotune.runners import launch
 

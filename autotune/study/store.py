@@ -296,8 +296,7 @@ class Store:
             own: the ids of this search's.
         """
         self._count(kept)
-        others = [trial for trial in kept if trial.state is TrialState.RUNNING and trial._trial_id not in own]
-        begun = [self._begun_of(trial) for trial in others]
+        begun = [about for _, about in self._running_besides(own, kept)]
         deciding = [one.owner for one in begun if one.stage == DECIDING]
         configs = (Config(tuple(one.config.items())) for one in begun if one.stage not in (PLAY_OFF, DECIDING))
         return Seen(
@@ -305,6 +304,14 @@ class Store:
             elsewhere=frozenset(configs) | self._begun_soon(),
             decides=next((owner.words() for owner in deciding if owner is not None), ""),
         )
+
+    def _running_besides(
+        self, ids: Collection[int], kept: Iterable[FrozenTrial]
+    ) -> Iterator[tuple[FrozenTrial, BegunTrial]]:
+        """The running trials that are not among those of `ids`, each with what was written as it began."""
+        for trial in kept:
+            if trial.state is TrialState.RUNNING and trial._trial_id not in ids:
+                yield trial, self._begun_of(trial)
 
     def _begun_soon(self) -> set[Config]:
         """What other searches were about to begin a moment ago; their trials may not be there yet."""
@@ -386,12 +393,10 @@ class Store:
 
     def _left(self, proposal: Proposal, kept: Iterable[FrozenTrial]) -> list[FrozenTrial]:
         """The trials that attempts before left, which did not learn that the storage has them."""
-        here, own, wanted = this_process(), self._own(), proposal.config.as_dict()
-        running = [trial for trial in kept if trial.state is TrialState.RUNNING and trial._trial_id not in own]
-        begun = [(trial, self._begun_of(trial)) for trial in running]
+        here, wanted = this_process(), proposal.config.as_dict()
         return [
             trial
-            for trial, about in begun
+            for trial, about in self._running_besides(self._own(), kept)
             if about.owner == here and about.stage == proposal.stage and about.config == wanted
         ]
 

@@ -29,6 +29,7 @@ from autotune.task.model_file import (
     loaded_modules,
     name_of,
 )
+from autotune.task.process_settings import apply_settings
 from autotune.task.source import TaskSource, origin_of
 from autotune.task.task import Task
 from autotune.task.usercode import user_code, user_frames
@@ -74,7 +75,8 @@ def load_file(path: Path, attribute: str = "") -> Task:
 
 
 def load_source(source: TaskSource) -> Task:
-    """Make a task in this process. It changes to the source's `cwd` and adds the missing folders of its `sys_path`.
+    """Make a task in this process. It changes to the source's `cwd`, adds the missing folders of its `sys_path`, and sets in torch what
+    the process had set that built a Task.
 
     Raises:
         TaskError: as `load_task`.
@@ -88,6 +90,7 @@ def load_source(source: TaskSource) -> Task:
 
 def _unpickle(source: TaskSource) -> Task:
     # Shared pages count for no process's limit: the user's process, where they are counted, holds the same tensors already.
+    apply_settings(source.settings)
     with (
         user_code("unpickling the task", "move its functions into a file model.py and give its path"),
         torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if _SHARES else contextlib.nullcontext(),

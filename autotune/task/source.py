@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from autotune.errors import TaskError
 from autotune.lazy import torch
 from autotune.task.model_file import Origin, find_model_file, loaded_modules, name_of
+from autotune.task.process_settings import read_settings
 from autotune.task.task import Task
 from autotune.task.usercode import is_user_file
 
@@ -49,6 +50,7 @@ class TaskSource:
         sys_path: the folders that modules were imported from.
         cwd: the working directory, for the task's own relative paths.
         task_name: the name of a Task built in Python; empty for a model file.
+        settings: what the process that built a Task had set in torch; empty for a model file.
     """
 
     path: str = ""
@@ -60,6 +62,7 @@ class TaskSource:
     sys_path: tuple[str, ...] = ()
     cwd: str = ""
     task_name: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(task: Task | str | Path) -> TaskSource:
@@ -77,7 +80,8 @@ class TaskSource:
             if changed <= _PLAIN:
                 known: TaskSource = task.origin.source
                 return replace(known, overrides={name: getattr(task, name) for name in sorted(changed)})
-        return TaskSource(live=replace(task, origin=None), task_name=task.name, **place)  # type: ignore[arg-type]
+        own = {"task_name": task.name, "settings": read_settings()}
+        return TaskSource(live=replace(task, origin=None), **own, **place)  # type: ignore[arg-type]
 
     def hand_over(self, folder: Path) -> TaskSource:
         """The same source for other processes, which find a Task built in Python in a file of `folder`.
@@ -151,7 +155,8 @@ class TaskSource:
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data; `from_dict` reverses it. A Task built in Python is handed over first."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}
-        return data | {"overrides": dict(self.overrides), "sys_path": list(self.sys_path)}
+        plain = {"overrides": dict(self.overrides), "settings": dict(self.settings), "sys_path": list(self.sys_path)}
+        return data | plain
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TaskSource:

@@ -386,6 +386,7 @@ def patience_for(
 
     What is searched is compared with the best so far, a config of the play-off with what it did before. The baseline is
     compared with the inspection's step of a few samples, which was cold; so is everything else as long as nothing is feasible.
+    Where a probe that was cut short is all that it is compared with, no speed is expected.
     """
     config = proposal.config
     samples = config.batch_size * inspection.known_world.data_parallel  # of a micro step of all processes
@@ -399,6 +400,8 @@ def patience_for(
     compared = history.known.get(config) if proposal.stage == PLAY_OFF else best
     if proposal.stage == BASELINE or compared is None or compared.measurement is None:
         step_s, factor = config.batch_size * (inspection.sample_s or math.inf), LENIENCE
+    elif compared.measurement.cut_short:  # the steps of its warm-up do not tell how long training waits for data
+        step_s, factor = math.inf, LENIENCE
     else:
         found = compared.measurement
         step_s = samples / found.samples_per_s + found.phases_s.get("optimizer", 0.0)

@@ -435,6 +435,26 @@ def test_a_config_that_hangs_in_the_play_off_is_ended_too(tmp_path: Path) -> Non
     assert lost.wall_s < 5 and standing is not None
 
 
+class Cut(ClosedFormRunner):
+    """Every probe but the baseline's is cut short after steps that took a tenth of what they take with the waits for data."""
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
+        outcome = super().outcome_of(config, settings)
+        if config["amp"] == "off" or outcome.measurement is None:
+            return outcome
+        fast = 10 * outcome.measurement.samples_per_s
+        return replace(outcome, measurement=replace(outcome.measurement, samples_per_s=fast, cut_short=True))
+
+
+def test_a_config_whose_probe_was_cut_short_is_not_expected_to_be_as_fast_in_the_play_off(tmp_path: Path) -> None:
+    search = make_search(tmp_path, Cut(), budget_s=BUDGET_S)
+    measure_baseline(search)
+    assert probed(search, amp="bf16").ok
+    proposal = Proposal(config=search.history.space.complete({"amp": "bf16"}), stage=PLAY_OFF)
+    patience = patience_for(proposal, search.history, search.budget, search.inspection)
+    assert patience.allowed_s(warming_up(num_micro_steps=36)) == math.inf
+
+
 class CrowdedOnce(Hanging):
     """The first probe that is ended had already found its memory taken by others."""
 
