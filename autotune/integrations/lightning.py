@@ -110,7 +110,8 @@ def tune(
     """
     task = task_of(module, datamodule, trainer, train_dataloaders)
     if options.get("eval"):
-        made = _made_of(module, datamodule or getattr(trainer, "datamodule", None), "val_dataloader")
+        owner = datamodule or getattr(trainer, "datamodule", None)
+        made = _made_of(module, owner, "val_dataloader", is_prepared=False)
         task = replace(task, **_validated_on(made))
     result = search(task, _FRAMEWORKS, options, listeners, device=_device(trainer))
     said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
@@ -125,8 +126,14 @@ def task_of(
     datamodule: LightningDataModule | None = None,
     trainer: Trainer | None = None,
     train_dataloaders: Any = None,
+    *,
+    is_prepared: bool = False,
 ) -> Task:
     """What Lightning would train, as a task.
+
+    Args:
+        module, datamodule, trainer, train_dataloaders: as in `tune`.
+        is_prepared: `fit` has begun, which has called `prepare_data()` already.
 
     Raises:
         TaskError: it cannot be tuned, with the reason and what to do.
@@ -134,7 +141,7 @@ def task_of(
     _refuse(module, datamodule, trainer)
     loader = train_dataloaders
     if loader is None:
-        loader = _loader_of(module, datamodule or getattr(trainer, "datamodule", None))
+        loader = _loader_of(module, datamodule or getattr(trainer, "datamodule", None), is_prepared=is_prepared)
     given = {"precision": "32-true"} if trainer is None else _given(trainer)
     data = data_of(loader)
     baseline = {**read(LIGHTNING, given), **baseline_of(loader)}
@@ -217,7 +224,7 @@ class AutotuneCallback:
             )
         options = dict(self._options)
         options["exclude"] = (*options.get("exclude", ()), *_not_reached(pl_module))
-        task = task_of(pl_module, trainer=trainer)
+        task = task_of(pl_module, trainer=trainer, is_prepared=True)
         if options.get("eval"):
             task = replace(task, **_validated_on(_validation_loader(trainer, pl_module)))
         self.result = search(task, _FRAMEWORKS, options, self._listeners, device=_device(trainer))
@@ -243,19 +250,21 @@ def _given(trainer: Trainer) -> dict[str, Any]:
     return {**{name: getattr(trainer, name) for name in _READ}, **of_spread}
 
 
-def _loader_of(module: LightningModule, datamodule: LightningDataModule | None) -> Any:
+def _loader_of(module: LightningModule, datamodule: LightningDataModule | None, *, is_prepared: bool) -> Any:
     """The training loader, made by a copy of the datamodule or the module."""
     if datamodule is None and not overrides(type(module), "train_dataloader"):
         raise TaskError(
             f"{type(module).__name__} has no train_dataloader(); give tune() a datamodule, or a loader as train_dataloaders"
         )
-    return _made_of(module, datamodule, "train_dataloader")
+    return _made_of(module, datamodule, "train_dataloader", is_prepared=is_prepared)
 
 
 def _validation_loader(trainer: Trainer, module: LightningModule) -> Any:
     """What a trainer validates on in the `fit` that begins: what `fit` was given, or else what the hook makes."""
     source = trainer.fit_loop.epoch_loop.val_loop._data_source
-    return _made_of(module, trainer.datamodule, "val_dataloader") if source.is_module() else source.instance
+    if not source.is_module():
+        return source.instance
+    return _made_of(module, trainer.datamodule, "val_dataloader", is_prepared=True)
 
 
 def _validated_on(made: Any) -> dict[str, Any]:
@@ -266,14 +275,21 @@ def _validated_on(made: Any) -> dict[str, Any]:
     return {"eval_dataset": data_of(loader)["train_dataset"], "eval_collate_fn": loader.collate_fn}
 
 
-def _made_of(module: LightningModule, datamodule: LightningDataModule | None, hook: str) -> Any:
-    """What a hook returns of a copy of the datamodule, or else of the module, set up for `fit`; None where neither has it."""
+def _made_of(
+    module: LightningModule, datamodule: LightningDataModule | None, hook: str, *, is_prepared: bool
+) -> Any:
+    """What a hook returns of a copy of the datamodule, or else of the module, set up for `fit`; None where neither has it.
+
+    Args:
+        is_prepared: its `prepare_data()` was called already.
+    """
     owner: Any = module if datamodule is None else datamodule
     if not (overrides(type(owner), hook) or hook in vars(owner)):  # `from_datasets` sets it on the object
         return None
     with keep_randomness():
         maker = copy.deepcopy(_alone(owner))
-        maker.prepare_data()
+        if not is_prepared:
+            maker.prepare_data()
         maker.setup("fit")
         return getattr(maker, hook)()
 
@@ -333,11 +349,12 @@ def _refuse(module: LightningModule, datamodule: LightningDataModule | None, tra
         raise TaskError(
             f"the Trainer's precision is {trainer.precision!r}; expected '32-true', 'bf16-mixed' or '16-mixed'"
         )
-    schedulers = [one for one in trainer.callbacks if type(one).__name__ == "GradientAccumulationScheduler"]
-    if any(one.scheduling != {0: 1} for one in schedulers):
+    scheduler = _part(trainer, "callbacks").GradientAccumulationScheduler
+    plans = [one.scheduling for one in trainer.callbacks if isinstance(one, scheduler) and one.scheduling != {0: 1}]
+    if plans:
         raise TaskError(
-            f"the Trainer's GradientAccumulationScheduler changes the accumulation steps in training ({schedulers[0].scheduling}), and a "
-            "config has one number; leave it out, and give Trainer(accumulate_grad_batches=...)"
+            f"the Trainer's GradientAccumulationScheduler sets the accumulation steps by epoch ({plans[0]}), and a config has one number "
+            "for all of training; leave it out, and give Trainer(accumulate_grad_batches=...)"
         )
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
         raise TaskError(

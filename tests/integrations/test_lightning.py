@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from autotune.errors import TaskError
 from autotune.session import prepare
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
-from tests.integrations.answers import LAUNCHED, known
+from tests.integrations.answers import FACTS, LAUNCHED, known
 from tests.integrations.test_base import CLASSES, FEATURES, dataset, net
 
 lightning = pytest.importorskip("lightning")
@@ -149,6 +151,20 @@ def test_the_answer_is_in_the_words_of_trainer_and_dataloader(tmp_path: Path) ->
     assert trainer.global_step == 2 and set(module.seen) == {(size, torch.bfloat16)}
 
 
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(dataset(192))
+
+
+def test_of_a_stream_the_answer_says_nothing_of_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_stream = replace(FACTS, parts=("train_dataset", "IterableDataset"))
+    monkeypatch.setattr("tests.integrations.answers.FACTS", of_stream)
+    loader = DataLoader(Stream(), batch_size=4)
+    found = integration.tune(Module(), None, trainer_of(tmp_path), loader, **known(tmp_path))
+    size = found.dataloader["batch_size"]
+    assert "shuffle" not in found.dataloader and size * found.trainer["accumulate_grad_batches"] == 96
+
+
 def as_lists(samples: list[Any]) -> list[Any]:
     return [torch.stack(column) for column in zip(*samples, strict=True)]
 
@@ -229,6 +245,23 @@ def test_the_callback_sets_the_answer_before_fit(tmp_path: Path) -> None:
     assert trainer.precision == "bf16-mixed"
 
 
+class Prepared(Data):
+    """Counts how often its data is prepared, in copies too."""
+
+    number_of_times = 0
+
+    def prepare_data(self) -> None:
+        type(self).number_of_times += 1
+
+
+def test_data_is_prepared_once_where_fit_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Prepared, "number_of_times", 0)
+    trainer_of(tmp_path, callbacks=[integration.AutotuneCallback(**known(tmp_path))]).fit(Module(), Prepared())
+    assert Prepared.number_of_times == 1
+    integration.task_of(Module(), Prepared(), trainer_of(tmp_path))
+    assert Prepared.number_of_times == 2, "nobody has prepared it before the trainer runs"
+
+
 def test_what_ddp_is_told_is_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = lightning.pytorch.strategies.DDPStrategy(bucket_cap_mb=100, gradient_as_bucket_view=True)
     trainer = trainer_of(tmp_path, devices=2, strategy=strategy, sync_batchnorm=True)
@@ -246,6 +279,15 @@ def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> N
         tune(Module(), Data(), trainer_of(tmp_path, precision="64-true"))
     with pytest.raises(TaskError, match=r"clips gradients by value.*configure_gradient_clipping"):
         tune(Module(), Data(), trainer_of(tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm="value"))
+    scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler
+    with pytest.raises(TaskError, match=r"by epoch \(\{0: 1, 4: 2\}\).*leave it out.*accumulate_grad_batches="):
+        tune(
+            Module(), Data(), trainer_of(tmp_path, accumulate_grad_batches=1, callbacks=[scheduler({0: 1, 4: 2})])
+        )
+    once = integration.task_of(
+        Module(), Data(), trainer_of(tmp_path, accumulate_grad_batches=1, callbacks=[scheduler({0: 1})])
+    )
+    assert once.global_batch == 4, "it changes nothing"
     with pytest.raises(TaskError, match=r"2 devices, and 1 process runs so far; use AutotuneCallback.*torchrun"):
         tune(Module(), Data(), trainer_of(tmp_path, devices=2, strategy="ddp"))
     callback = integration.AutotuneCallback("size", **known(tmp_path))

@@ -266,6 +266,14 @@ def test_a_loader_drops_the_options_that_the_answers_exclude() -> None:
     assert streamed.num_workers == 1 and len(list(streamed)) == 4
 
 
+@pytest.mark.parametrize("said", [{"prefetch_factor": 4}, {"persistent_workers": True}])
+def test_a_loader_with_one_other_option_of_its_workers_keeps_all_else(said: dict[str, Any]) -> None:
+    given = loader(shuffle=True, num_workers=2, drop_last=True)
+    made = _changed_loader(given, said)
+    assert {name: getattr(made, name) for name in said} == said
+    assert (made.batch_size, made.sampler, made.num_workers, made.drop_last) == (16, given.sampler, 2, True)
+
+
 def test_what_accelerate_launch_says_is_what_the_loop_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     model = net()

@@ -165,6 +165,13 @@ def test_parts_of_both_are_refused_with_what_to_do(tmp_path: Path) -> None:
         integration.tune(net())  # type: ignore[arg-type]
 
 
+def test_accumulation_steps_that_change_by_epoch_are_refused(tmp_path: Path) -> None:
+    scheduler = pl.callbacks.GradientAccumulationScheduler({0: 1, 4: 2})
+    trainer = trainer_of(tmp_path, accumulate_grad_batches=1, callbacks=[scheduler])
+    with pytest.raises(TaskError, match=r"\{0: 1, 4: 2\}.*give Trainer\(accumulate_grad_batches="):
+        integration.tune(Module(), Data(), trainer)
+
+
 @pytest.mark.parametrize(
     "hidden",
     [
