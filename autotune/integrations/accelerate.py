@@ -38,7 +38,6 @@ from autotune.records.result import Result
 from autotune.recovery import BATCH_STATISTICS
 from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
-from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
 from autotune.tuning.events import Listener, Listeners
@@ -80,9 +79,9 @@ def find_executable_config(
 
     The search takes place when the function is first called. Searched is what Accelerate and `DataLoader` can say. The answer
     may accumulate, which takes a `with accelerator.accumulate(model):` around each micro batch. Should the function run out of
-    memory all the same, it is called again with micro batches half as large, and more of them a step; not so where they would learn
-    something else (the search found that the loss couples samples, or the model has batch normalisation, unless `accumulation_steps` is
-    included), or where several processes train together.
+    memory all the same, a warning says so, and it is called again with micro batches half as large, and more of them a step. Not so
+    where several processes train together, nor where they would learn something else (the loss couples samples, or the model has batch
+    normalisation), unless `accumulation_steps` is included.
 
     The baseline's precision, compilation and sharding are those of `accelerate launch`, where that started the script. What an
     `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.
@@ -108,7 +107,7 @@ def find_executable_config(
                 given, asked = _as_today(given, options, watched_by)
                 result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
                 found.append(Executable(result.config))
-                never.append(_why_whole(given, asked, result))
+                never.append(_why_whole(asked, result))
                 if counts_terms(result):
                     Listeners(watched_by).warn(f"the task's loss_weight is not Accelerate's: {ALIKE_THERE}")
             while True:
@@ -128,7 +127,7 @@ def find_executable_config(
                         raise
                 found[0] = _halve(found[0])
                 Listeners(watched_by).warn(
-                    f"{function.__name__} ran out of memory: it is called again with {describe_batch(found[0])}"
+                    f"{_name_of(function)} ran out of memory: it is called again with {describe_batch(found[0])}"
                 )
                 gc.collect()
                 if torch.cuda.is_initialized():
@@ -137,29 +136,34 @@ def find_executable_config(
         return run
 
     if callable(task) and not isinstance(task, Task) and _needs_arguments(task):
-        name = getattr(task, "__name__", repr(task))
-        raise ConfigError(f"find_executable_config was put on {name} without a task; write @find_executable_config(task)")
+        raise ConfigError(
+            f"find_executable_config was put on {_name_of(task)} without a task; write @find_executable_config(task)"
+        )
     return decorate
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", repr(function)))
+
+
 def _needs_arguments(function: Callable[..., Any]) -> bool:
-    """Whether it cannot be called without arguments, as a function that trains, and none that makes a task."""
+    """Whether it cannot be called without arguments: it trains, and makes no task."""
     try:
         inspect.signature(function).bind()
     except TypeError:
         return True
-    except ValueError:  # of what is not written in Python none is known
+    except ValueError:  # the arguments of what is not written in Python are not known
         return False
     return False
 
 
-def _why_whole(task: Task, options: Mapping[str, Any], result: Result) -> str:
+def _why_whole(options: Mapping[str, Any], result: Result) -> str:
     """Why smaller micro batches would learn something else; empty where they would not, or the user wants them all the same."""
     if ACCUMULATION in options.get("include", ()):
         return ""
     if (coupling := result.subject.coupling) is not None and not coupling.may_be_cut:
         return coupling.reason
-    return BATCH_STATISTICS if uses_batch_statistics(task.model().train()) else ""
+    return BATCH_STATISTICS if result.subject.has_batchnorm else ""
 
 
 def _as_today(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener]) -> tuple[Task, dict[str, Any]]:

@@ -110,6 +110,7 @@ class Subject(Group):
         optimizer: class of the task's optimizer, as in `TaskFacts`.
         trained: what is trained, where it differs from what the task's own baseline trains.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
+        has_batchnorm: batch normalisation makes the micro batch part of what is learned.
     """
 
     device: str = ""
@@ -119,6 +120,7 @@ class Subject(Group):
     optimizer: str = ""
     trained: dict[str, Choice] = field(default_factory=dict)
     coupling: Coupling | None = None
+    has_batchnorm: bool = False
 
     @property
     def model_file(self) -> tuple[str, str]:

@@ -170,6 +170,7 @@ def _subject(search: Search) -> Subject:
         optimizer=facts.optimizer,
         trained=dict(search.store.place.trained),
         coupling=search.inspection.coupling,
+        has_batchnorm=facts.has_batchnorm,
     )
 
 

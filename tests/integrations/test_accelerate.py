@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from autotune.records.config import World
 from autotune.task import Task
 from tests.coupling.searches import rewarding_cutting
 from tests.integrations.answers import known
-from tests.integrations.test_base import dataset, net
+from tests.integrations.test_base import CLASSES, dataset, net
 from tests.notes import Notes
+from tests.report.sample_study import answer, but
 
 accelerate = pytest.importorskip("accelerate")
 from autotune.integrations.accelerate import find_executable_config  # noqa: E402
@@ -28,6 +29,9 @@ from autotune.integrations.accelerate import find_executable_config  # noqa: E40
 def _fresh_state() -> None:
     """One process has one precision, and tests of other files have chosen theirs."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 1 GiB."
 
 
 def task() -> Task:
@@ -60,7 +64,7 @@ def test_a_function_that_runs_out_of_memory_is_called_with_smaller_micro_batches
     def train(config: Any) -> str:
         seen.append((config["batch_size"], config["accumulation_steps"]))
         if config["batch_size"] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         return "trained"
 
     assert train() == "trained" and len(seen) > 1 and {size * steps for size, steps in seen} == {96}
@@ -77,11 +81,63 @@ def test_a_function_whose_loss_couples_samples_is_not_called_with_smaller_micro_
     @find_executable_config(coupled, **rewarding_cutting(coupled, tmp_path))
     def train(config: Any) -> None:
         seen.append((config["batch_size"], config["accumulation_steps"]))
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train()
     assert seen == [(8, 1)] and "couples the samples" in caught.value.__notes__[0]
+
+
+def normalised() -> torch.nn.Module:
+    return torch.nn.Sequential(*net().children(), torch.nn.BatchNorm1d(CLASSES))
+
+
+def test_a_function_whose_model_has_batch_normalisation_is_not_called_with_smaller_micro_batches(
+    tmp_path: Path,
+) -> None:
+    of_it = Task.from_loader(normalised(), DataLoader(dataset(), batch_size=8), torch.nn.CrossEntropyLoss())
+    seen = []
+
+    @find_executable_config(of_it, **rewarding_cutting(of_it, tmp_path))
+    def train(config: Any) -> None:
+        seen.append((config["batch_size"], config["accumulation_steps"]))
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train()
+    assert seen == [(8, 1)] and "batch normalisation would see smaller micro batches" in caught.value.__notes__[0]
+
+
+def test_batch_normalisation_may_see_smaller_micro_batches_if_accumulation_is_included_and_each_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered(monkeypatch, {"has_batchnorm": True}, batch_size=8, accumulation_steps=1)
+    seen, notes = [], Notes()
+
+    @find_executable_config(task, listeners=[notes], include=["accumulation_steps"])
+    def train(config: Any) -> None:
+        seen.append((config["batch_size"], config["accumulation_steps"]))
+        if len(seen) < 3:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    train()
+    assert seen == [(8, 1), (4, 2), (2, 4)]
+    again = "train ran out of memory: it is called again with batch"
+    assert notes.warnings == [f"{again} 4 x2", f"{again} 2 x4"]
+
+
+@pytest.mark.parametrize(("steps", "parts"), [(2, ("loss_weight",)), (1, ("loss_weight",)), (2, ())])
+def test_an_answer_that_accumulates_says_that_accelerate_does_not_know_the_tasks_weights(
+    steps: int, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(monkeypatch, {"parts": parts}, batch_size=8, accumulation_steps=steps)
+    notes = Notes()
+    find_executable_config(task, listeners=[notes])(lambda config: None)()
+    if steps == 2 and parts:
+        (told,) = notes.warnings
+        assert "loss_weight is not Accelerate's: micro batches count alike there" in told and "multiply the loss" in told
+    else:
+        assert not notes.warnings
 
 
 @pytest.mark.parametrize("of_task", [True, False])
@@ -111,23 +167,18 @@ def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monke
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
     baselines = []
+    found = but(answer(""), config={"batch_size": 4})
     monkeypatch.setattr(
-        "autotune.integrations.accelerate.search",
-        lambda task, *_: (
-            baselines.append(task.baseline)
-            or SimpleNamespace(config={"batch_size": 4}, subject=SimpleNamespace(coupling=None))
-        ),
+        "autotune.integrations.accelerate.search", lambda task, *_: baselines.append(task.baseline) or found
     )
     find_executable_config(task)(lambda config: None)()
     assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
 
 
-def answered(monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
-    """A search finds this config."""
-    monkeypatch.setattr(
-        "autotune.integrations.accelerate.search",
-        lambda *_: SimpleNamespace(config=config, subject=SimpleNamespace(coupling=None)),
-    )
+def answered(monkeypatch: pytest.MonkeyPatch, subject: dict[str, Any] | None = None, **config: Any) -> None:
+    """A search finds this config, of what `subject` says."""
+    found = but(answer(""), config=config, **(subject or {}))
+    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda *_: found)
 
 
 def test_an_accelerator_that_trains_other_batches_than_the_config_is_refused_when_it_is_made(
@@ -174,12 +225,8 @@ def test_what_accelerate_launch_hands_over_says_nothing_of_the_batch(
     """`accelerate launch` always names a precision. A batch of 32 is what the user runs only if the user says so."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     searched = []
-    monkeypatch.setattr(
-        "autotune.integrations.accelerate.search",
-        lambda task, *_: (
-            searched.append(task) or SimpleNamespace(config={"batch_size": 4}, subject=SimpleNamespace(coupling=None))
-        ),
-    )
+    found = but(answer(""), config={"batch_size": 4})
+    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda task, *_: searched.append(task) or found)
     plain = Task(build_model=net, train_dataset=dataset, baseline=stated)
     find_executable_config(plain)(lambda config: None)()
     inspected = inspect_task(searched[0], device="cpu", memory_limit_bytes=None)
@@ -192,6 +239,28 @@ def test_the_decorator_without_a_task_is_refused() -> None:
 
         @find_executable_config
         def train(config: Any) -> None: ...
+
+
+class Experiment:
+    """Makes a task, as a user's own class may."""
+
+    def task(self) -> Task:
+        return task()
+
+    def train(self, config: Any) -> None: ...
+
+
+def test_whatever_makes_a_task_without_arguments_is_taken_for_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered(monkeypatch, batch_size=8, accumulation_steps=1)
+    model = net()
+    for made in (
+        Experiment().task,
+        lambda model=model: Task.from_loader(model, DataLoader(dataset())),
+        functools.partial(Task.from_loader, model, DataLoader(dataset())),
+    ):
+        assert find_executable_config(made, listeners=[])(lambda config: config["batch_size"])() == 8
+    with pytest.raises(ConfigError, match="put on train without a task"):
+        find_executable_config(Experiment().train)
 
 
 def test_what_accelerate_has_prepared_is_refused_with_the_next_step() -> None:
