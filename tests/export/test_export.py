@@ -112,6 +112,23 @@ def test_weights_of_micro_batches_are_listed_where_a_framework_has_none(name: st
     assert "loss_weight" not in {**export(whole, name).unsaid, **export(RESULT, name).unsaid}
 
 
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [
+        ("accelerate", "accelerator.clip_grad_norm_(model.parameters(), ...)"),
+        ("deepspeed", "`gradient_clipping`"),
+        ("lightning", "Trainer(gradient_clip_val=...)"),
+        ("transformers", "TrainingArguments(max_grad_norm=...)"),
+    ],
+)
+def test_a_model_files_clipping_is_listed_with_what_the_framework_clips_by(name: str, by: str) -> None:
+    clipping = (*RESULT.parts, "MAX_GRAD_NORM")
+    told = export(but(RESULT, model="model.py", parts=clipping), name).unsaid["max_grad_norm"]
+    assert told.startswith(f"the file's MAX_GRAD_NORM clips gradients: give it to {by}")
+    assert "max_grad_norm" not in export(but(RESULT, model="model.py"), name).unsaid
+    assert "max_grad_norm" not in export(but(RESULT, parts=clipping), name).unsaid, "the user's script clips"
+
+
 def test_training_arguments_take_what_is_exported(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

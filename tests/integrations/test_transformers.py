@@ -219,6 +219,18 @@ def test_the_callback_tunes_before_training_begins(tmp_path: Path) -> None:
     assert {size for size, _ in sizes} == {trainer.args.per_device_train_batch_size} != {4}
 
 
+@pytest.mark.parametrize("as_class", [False, True])
+def test_a_callback_that_is_added_to_a_trainer_that_is_there_is_refused_before_a_step(
+    as_class: bool, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path)
+    added = integration.AutotuneCallback
+    trainer.add_callback(added if as_class else added(**known(tmp_path)))
+    with pytest.raises(ConfigError, match=r"added to a Trainer that was made already.*Trainer\(\.\.\., callbacks=\["):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_a_step_with_two_backward_passes_is_refused_with_the_reason(tmp_path: Path) -> None:
     session = prepare(in_a_probe(trainer_of(tmp_path, Twice), tmp_path), {}, device="cpu")
     with pytest.raises(TaskError, match=r"Twice calls backward 2 times; expected once.*compute_loss"):
