@@ -42,7 +42,7 @@ def training_step(model, batch):
     return torch.nn.functional.cross_entropy(output, y.long(), ignore_index=-100)
 '''
 _YOURS = """
-# YOUR CODE: replace these three.
+# YOUR CODE: replace these functions.
 def build_model():
     raise NotImplementedError("return the model, on the CPU")
 
@@ -53,6 +53,11 @@ def make_batch(batch_size):
 
 def training_step(model, batch):
     raise NotImplementedError("return the mean loss of a batch")
+"""
+_YOUR_OPTIMIZER = """
+
+def configure_optimizers(model):
+    raise NotImplementedError("return the optimizer of the model's parameters, as your own code makes it")
 """
 _MODEL_FILE = """
 # The model file, under a name that no other module has.
@@ -173,7 +178,9 @@ class _Script:
     def __init__(self, result: Result) -> None:
         self.result = result
         self.is_of_file = bool(result.subject.model and result.subject.parts)
-        self.parts = set(result.subject.parts) if self.is_of_file else {"build_model", "make_batch", "training_step"}
+        self.parts = set(result.subject.parts)
+        if not self.is_of_file:
+            self.parts = {"build_model", "make_batch", "training_step"} | (self.parts & {"configure_optimizers"})
         self.accumulates = int(result.config[ACCUMULATION]) > 1
         self.num_processes = result.subject.num_processes
         self.together = self.num_processes > 1
@@ -253,6 +260,8 @@ class _Script:
         """The functions and constants of the model file."""
         if not self.is_of_file:
             yield _YOURS.strip("\n")
+            if "configure_optimizers" in self.parts:
+                yield _YOUR_OPTIMIZER.rstrip("\n")
             return
         file, attribute = self.result.subject.model_file
         yield _MODEL_FILE.format(folder=json.dumps(str(Path(file).parent)), file=json.dumps(file)).strip("\n")

@@ -351,8 +351,30 @@ def test_what_cannot_be_said_is_listed_in_the_script_too() -> None:
 
 def test_a_task_built_in_python_has_a_marked_place_for_its_functions() -> None:
     exported = export(but(RESULT, model="", parts=("build_model", "train_step")), "torch")
-    assert "# YOUR CODE" in exported.text
+    assert "# YOUR CODE" in exported.text and "torch.optim.AdamW(" in exported.text
     assert ast.parse(exported.text)
+
+
+def test_the_optimizer_of_a_task_built_in_python_has_a_marked_place_too(tmp_path: Path) -> None:
+    config = {**RESULT.config, "batch_size": 4, "accumulation_steps": 1}
+    built = but(replace(RESULT, config=config), model="", parts=("build_model", "training_step", "configure_optimizers"))
+    text = export(built, "torch").text
+    assert "AdamW" not in text and text.count("NotImplementedError") == 4
+    for name, body in {
+        "return the model, on the CPU": "return torch.nn.Linear(3, 1)",
+        "return a batch of that many samples, on the CPU": "return torch.ones(batch_size, 3)",
+        "return the mean loss of a batch": "return model(batch).mean()",
+        "return the optimizer of the model's parameters, as your own code makes it": (
+            "return torch.optim.SGD(model.parameters(), lr=0.5)"
+        ),
+    }.items():
+        text = text.replace(f'raise NotImplementedError("{name}")', body)
+    (tmp_path / "script.py").write_text(text)
+    script = runpy.run_path(str(tmp_path / "script.py"))
+    assert type(script["optimizer"]) is torch.optim.SGD
+    before = script["model"].bias.clone()
+    script["step"](next(script["steps"]()))
+    torch.testing.assert_close(script["model"].bias, before - 0.5)
 
 
 def test_a_step_of_the_users_own_runs_without_autocasts_copies_of_weights_which_it_may_update() -> None:
