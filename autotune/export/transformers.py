@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching, unknown_of_copies, unsaid_clipping
+from autotune.export.base import (
+    Export,
+    Exporter,
+    SearchedChoices,
+    arguments,
+    launching,
+    unknown_of_copies,
+    unsaid_clipping,
+)
 from autotune.records.result import Result
 from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import TRANSFORMERS, merge

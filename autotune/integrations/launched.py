@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 
 from autotune.devices import capabilities_of, open_device
+from autotune.devices.cpu import THREAD_VARIABLES
 from autotune.errors import AutotuneError, TaskError, in_one_line
 from autotune.group import WAIT_S, launched_device
 from autotune.records.config import World
@@ -134,14 +135,14 @@ def devices_of(places: Sequence[tuple[str, str]]) -> str:
 
 @contextmanager
 def _as_if_alone(size: int) -> Iterator[None]:
-    """The environment of a process that nobody launched, and the threads of all: each probe's world is its own, and its processes
-    share them.
+    """The environment of a process that nobody launched, with the threads of all: each probe's world is its own, and its processes
+    share them out.
     """
     own_threads = torch.get_num_threads()
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name in _OF_LAUNCHERS or name.startswith(_FAMILIES)]:
             del os.environ[name]
-        os.environ["OMP_NUM_THREADS"] = str(size * own_threads)
+        os.environ |= dict.fromkeys(THREAD_VARIABLES, str(size * own_threads))
         torch.set_num_threads(size * own_threads)
         try:
             yield

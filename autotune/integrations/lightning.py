@@ -275,9 +275,7 @@ def _validated_on(made: Any) -> dict[str, Any]:
     return {"eval_dataset": data_of(loader)["train_dataset"], "eval_collate_fn": loader.collate_fn}
 
 
-def _made_of(
-    module: LightningModule, datamodule: LightningDataModule | None, hook: str, *, is_prepared: bool
-) -> Any:
+def _made_of(module: LightningModule, datamodule: LightningDataModule | None, hook: str, *, is_prepared: bool) -> Any:
     """What a hook returns of a copy of the datamodule, or else of the module, set up for `fit`; None where neither has it.
 
     Args:

@@ -127,9 +127,9 @@ class Connection:
         if self._processors is not None:
             most_threads = min(most_threads, len(cores(self._processors)))
         is_built_here = self._source is not None and not self._source.path  # by a script that may have told torch alone
+        is_of_machine = self._processors is not None  # what is set is for the whole machine, and these are a part of it
         for variable in THREAD_VARIABLES:
-            # what is set is for the whole machine
-            if is_built_here or (self._processors is not None and variable in environment):
+            if is_built_here or (is_of_machine and variable in environment):
                 environment[variable] = str(most_threads)
         if "OPENBLAS_NUM_THREADS" not in environment:  # else numpy's BLAS starts threads in the fork server
             environment["OPENBLAS_NUM_THREADS"] = "1"

@@ -36,7 +36,7 @@ class CudnnBenchmark(Switch):
             return "cuDNN exists on NVIDIA GPUs only"
         if not any(isinstance(module, _ConvNd) for module in setting.model.modules()):
             return "the model has no convolution"
-        return "the model file switches it on itself" if torch.backends.cudnn.benchmark else ""
+        return "your code switches it on itself" if torch.backends.cudnn.benchmark else ""
 
     def apply(self, build: Build, choice: Choice) -> None:
         torch.backends.cudnn.benchmark = True

@@ -53,7 +53,7 @@ class MatmulPrecision(Technique):
         if capability < _TF32_CAPABILITY:
             return f"TF32 needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
         own = _precision() != "highest" and not self.why_optional(setting)
-        return "the model file sets the precision of fp32 products itself" if own else ""
+        return "your code sets the precision of fp32 products itself" if own else ""
 
     def why_optional(self, setting: Setting) -> str:
         found = worth(setting.calibration, {MATMUL: 1.0}, TF32)
@@ -74,7 +74,7 @@ class MatmulPrecision(Technique):
 
 
 def _precision() -> str | None:
-    """`highest`, `high` or `medium`; None where the model file has set a backend's `fp32_precision`, after which the getter raises."""
+    """`highest`, `high` or `medium`; None where the user's code has set a backend's `fp32_precision`, after which the getter raises."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

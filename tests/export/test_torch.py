@@ -357,7 +357,9 @@ def test_a_task_built_in_python_has_a_marked_place_for_its_functions() -> None:
 
 def test_the_optimizer_of_a_task_built_in_python_has_a_marked_place_too(tmp_path: Path) -> None:
     config = {**RESULT.config, "batch_size": 4, "accumulation_steps": 1}
-    built = but(replace(RESULT, config=config), model="", parts=("build_model", "training_step", "configure_optimizers"))
+    built = but(
+        replace(RESULT, config=config), model="", parts=("build_model", "training_step", "configure_optimizers")
+    )
     text = export(built, "torch").text
     assert "AdamW" not in text and text.count("NotImplementedError") == 4
     for name, body in {

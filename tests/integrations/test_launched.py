@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import re
 import sys
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from autotune.errors import AutotuneError, TaskError
-from autotune.integrations.launched import devices_of
+from autotune.integrations.launched import _as_if_alone, devices_of
 from autotune.records.config import World
 from autotune.task import Task
 from tests.integrations.answers import known
@@ -249,6 +250,23 @@ def fail(world: World, folder: Path, host: str = "") -> str:
 def test_an_error_of_the_first_rank_is_raised_in_all(ranks: Ranks, tmp_path: Path) -> None:
     told = ranks.run(fail, tmp_path)
     assert told[0] == told[1] and re.match(r"ConfigError: .*'bf61'.*expected one of", told[0]), told
+
+
+def test_a_search_has_the_threads_of_all_ranks_and_nothing_of_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a probe's world share them out: each then has as many as a rank."""
+    monkeypatch.setenv("MKL_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with launched(World(size=4)), _as_if_alone(4):
+            assert torch.get_num_threads() == 12
+            assert (os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]) == ("12", "12")
+            assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+        assert torch.get_num_threads() == 3
+        assert (os.environ["MKL_NUM_THREADS"], os.environ["TORCHELASTIC_RUN_ID"]) == ("1", "7")
+    finally:
+        torch.set_num_threads(before)
 
 
 def search_in_the_first_alone(world: World, folder: Path) -> str:

@@ -281,9 +281,7 @@ def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> N
         tune(Module(), Data(), trainer_of(tmp_path, gradient_clip_val=1.0, gradient_clip_algorithm="value"))
     scheduler = lightning.pytorch.callbacks.GradientAccumulationScheduler
     with pytest.raises(TaskError, match=r"by epoch \(\{0: 1, 4: 2\}\).*leave it out.*accumulate_grad_batches="):
-        tune(
-            Module(), Data(), trainer_of(tmp_path, accumulate_grad_batches=1, callbacks=[scheduler({0: 1, 4: 2})])
-        )
+        tune(Module(), Data(), trainer_of(tmp_path, accumulate_grad_batches=1, callbacks=[scheduler({0: 1, 4: 2})]))
     once = integration.task_of(
         Module(), Data(), trainer_of(tmp_path, accumulate_grad_batches=1, callbacks=[scheduler({0: 1})])
     )

@@ -122,3 +122,26 @@ def test_an_inspection_that_took_too_long_says_what_gives_it_more_time_and_where
     outcome = Outcome(kind=Kind.TIMEOUT, cause="killed after 20 s, during setup", log=log)
     more = "; a larger --budget, or --probe-timeout, gives it more time"
     assert str(inspection_failed(outcome, 8 * GIB)).endswith(f"during setup{more}{then}")
+
+
+@pytest.mark.parametrize(("num_ranks", "each"), [(1, 6), (3, 2), (8, 1)])
+def test_the_ranks_of_a_world_share_the_threads_of_numpys_blas(num_ranks, each, monkeypatch, tmp_path):
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended
+
+    given = []
+    monkeypatch.setattr(worker, "_restore_blas_threads", given.append)
+    monkeypatch.setattr(worker, "_take_rank", lambda request: None)
+    monkeypatch.setattr(worker.os, "_exit", end)
+    monkeypatch.setitem(worker.JOBS, "nothing", lambda task, arguments, report: {})
+    request = {
+        "channel": str(tmp_path / "channel"), "compiled": "", "widest": None, "source": {}, "job": "nothing",
+        "arguments": {}, "blas_threads": 6, "num_ranks": num_ranks, "log": "",
+    }  # fmt: skip
+    task = Task(build_model=torch.nn.Identity, train_dataset=lambda: [0.0])
+    with pytest.raises(Ended):
+        worker.run_job(task, request)
+    assert given == [each]
