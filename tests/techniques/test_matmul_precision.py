@@ -46,6 +46,14 @@ def test_tf32_is_offered_where_matrix_products_are_faster_in_it(rate, offered, m
     assert support.optional == (() if offered else ("tf32",))
 
 
+def test_code_that_sets_the_precision_itself_has_no_choice(make_task, make_setting):
+    with keep_settings():
+        torch.set_float32_matmul_precision("high")
+        support = MatmulPrecision().support(replace(make_setting(make_task(linear)), device=NewGpu()))
+    assert support.choices == ("highest",)
+    assert support.reason == "your code sets the precision of fp32 products itself"
+
+
 def test_the_process_wide_setting_can_be_put_back(make_task):
     with keep_settings():
         prepare(make_task(linear), {"matmul_precision": "tf32"}, device="cpu")
