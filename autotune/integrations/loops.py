@@ -171,7 +171,13 @@ def _switch_on(
 ) -> None:
     """Let the session's own way of preparing change a model and its optimizer in place."""
     modes = [(module, module.training) for module in model.modules()]
-    live = replace(task, build_model=lambda: model, configure_optimizers=lambda model: optimizer, global_batch=None)
+    live = replace(
+        task,
+        build_model=lambda: model,
+        training_step=task.training_step or task.loss,  # else the model is built once more to see whether it takes steps of its own
+        configure_optimizers=lambda model: optimizer,
+        global_batch=None,
+    )
     plan = {name: choice for name, choice in (task.baseline or {}).items() if name in BATCH_KEYS}
     state, packed = dict(optimizer.state), optimizer.state_dict()["state"]
     optimizer.state.clear()  # as each technique expects it

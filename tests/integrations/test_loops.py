@@ -200,6 +200,16 @@ def test_another_layout_in_the_middle_of_training_is_that_of_the_optimizers_stat
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_a_loop_that_accumulates_is_prepared_where_lightning_is_imported_too() -> None:
+    """Its model, whose loss may be its own, is the one that is there: it is not built to find out what it is."""
+    pytest.importorskip("lightning.pytorch")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    task = task_of(model, loader(), None, optimizer, baseline={"accumulation_steps": 2})
+    _switch_on({"amp": "bf16"}, task, model, optimizer, "cpu")
+    assert "forward" in vars(model)
+
+
 def test_an_optimizer_that_nothing_changes_keeps_its_own_state() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
