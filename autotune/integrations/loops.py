@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from autotune.errors import TaskError
@@ -105,7 +105,7 @@ def tune(
         )
     settings, told = choices_of_loop(getattr(loader, "batch_size", None) or 1)
     today = {**choices_of_launcher(), **choices_of_accelerator(), **settings, **(baseline or {})}
-    task = task_of(model, loader, loss, optimizer, baseline=today)
+    task = _task_of(model, loader, loss, optimizer, baseline=today)
     task = replace(task, fixed_accumulation=_STAYS, warnings=(*task.warnings, *told))
     if optimizer is None:
         raise TaskError("the optimizer is None; expected the loop's own torch.optim.Optimizer")
@@ -249,7 +249,42 @@ def task_of(
     optimizer: torch.optim.Optimizer | None,
     **fields: Any,
 ) -> Task:
-    """`Task.from_loader`."""
+    """`Task.from_loader`: of a loop whose loader a session's may take the place of."""
+    task = _task_of(model, loader, loss, optimizer, **fields)
+    return replace(task, warnings=(*task.warnings, *_not_taken_over(loader)))
+
+
+def _not_taken_over(loader: DataLoader[Any]) -> Sequence[str]:
+    """What a session's loader does differently, in a sentence; nothing where that is as it was."""
+    streams = isinstance(loader.dataset, IterableDataset)
+    lost = []
+    if loader.drop_last:
+        lost.append("drop_last=True (its last step has the samples that are left)")
+    if isinstance(loader.sampler, SequentialSampler):
+        lost.append("shuffle=False (its samples come in random order)")
+    if loader.worker_init_fn is not None and streams:
+        lost.append(
+            "worker_init_fn (where that gives each worker its part of the stream, each one reads all of it: divide the stream in the "
+            "dataset's __iter__, by torch.utils.data.get_worker_info())"
+        )
+    elif loader.worker_init_fn is not None:
+        lost.append("worker_init_fn")
+    if not lost:
+        return ()
+    return (
+        f"a session's loader does not have the DataLoader's {', '.join(lost)}; where that matters, train on your own loader, with the "
+        "samples of an optimizer step as its batch_size, by session.step(batch)",
+    )
+
+
+def _task_of(
+    model: torch.nn.Module,
+    loader: DataLoader[Any],
+    loss: Callable[..., torch.Tensor] | None,
+    optimizer: torch.optim.Optimizer | None,
+    **fields: Any,
+) -> Task:
+    """The task of a loop, whatever loader it goes on with."""
     if not isinstance(model, torch.nn.Module):
         raise TaskError(f"the model is {describe(model)}; expected a torch.nn.Module")
     for part in (loader, optimizer):

@@ -111,7 +111,8 @@ class Task:
         Args:
             model: in any state, on any device.
             loader: its dataset, `collate_fn` and batch size are the task's, and its options the baseline's. In a launched
-                script the batch is one process's; in a model file it is that of all processes, as `GLOBAL_BATCH` is.
+                script the batch is one process's; in a model file it is that of all processes, as `GLOBAL_BATCH` is. What a session's
+                loader does otherwise is among the task's `warnings`.
             loss: a function of the model's output and the last element of a batch; None for the default losses.
             optimizer: one over the model's parameters, whatever its state; None for AdamW.
             **fields: fields of `Task`, in place of those that follow from the above: `training_step`, say, for another step.

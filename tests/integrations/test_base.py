@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 import autotune
 from autotune.devices import linux
@@ -228,6 +229,37 @@ def test_an_answer_takes_an_option_back_to_the_frameworks_default() -> None:
     task = autotune.Task(build_model=net, train_dataset=dataset, baseline={"bucket_mb": 100, "ddp_static_graph": True})
     said = words_of_changes(task, replace(of_world(), baseline=None), (TRANSFORMERS,))[TRANSFORMERS]
     assert (said["ddp_bucket_cap_mb"], said["ddp_static_graph"]) == (25, False)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(dataset())
+
+
+def nothing(worker: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("loader", "told"),
+    [
+        (DataLoader(dataset(), batch_size=8, shuffle=True), ()),
+        (DataLoader(Stream(), batch_size=8), ()),
+        (DataLoader(dataset(), batch_size=8, shuffle=True, drop_last=True), ("drop_last=True (its last step has",)),
+        (DataLoader(dataset(), batch_size=8), ("shuffle=False (its samples come in random order)",)),
+        (DataLoader(dataset(), batch_size=8, shuffle=True, worker_init_fn=nothing), ("DataLoader's worker_init_fn; ",)),
+        (
+            DataLoader(Stream(), batch_size=8, drop_last=True, worker_init_fn=nothing),
+            ("drop_last=True", "worker_init_fn (where that gives each worker its part of the stream", "get_worker_info"),
+        ),
+    ],
+)
+def test_what_a_sessions_loader_does_not_take_over_is_told(loader: DataLoader[Any], told: tuple[str, ...]) -> None:
+    warnings = autotune.Task.from_loader(net(), loader).warnings
+    if told:
+        (warning,) = warnings
+        assert all(part in warning for part in (*told, "session.step(batch)"))
+    else:
+        assert not warnings
 
 
 def test_what_no_task_can_be_made_of_is_refused_with_the_next_step() -> None:

@@ -167,6 +167,23 @@ def test_a_lightning_module_is_for_its_trainer() -> None:
         tune(module, loader(), None, torch.optim.SGD(module.parameters(), lr=0.1))
 
 
+def test_a_loader_that_the_loop_keeps_is_not_compared_with_a_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SearchedError(Exception):
+        pass
+
+    told = []
+
+    def search(task: Task, *_: Any, **__: Any) -> None:
+        told.extend(task.warnings)
+        raise SearchedError
+
+    monkeypatch.setattr("autotune.integrations.loops.search", search)
+    model, given = net(), loader(drop_last=True, worker_init_fn=print)
+    with pytest.raises(SearchedError):
+        tune(model, given, None, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not told and Task.from_loader(model, given).warnings
+
+
 def test_what_would_need_another_loop_is_not_for_it() -> None:
     assert TECHNIQUES["amp"].write(LOOP, "fp16") is None and TECHNIQUES["amp"].write(LOOP, "bf16") == {}
     assert TECHNIQUES["optimizer_in_backward"].write(LOOP, True) is None
