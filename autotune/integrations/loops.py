@@ -154,13 +154,15 @@ def _fixed(own: Mapping[str, Choice], fix: Mapping[str, Choice], exclude: Sequen
 
 def _changed_loader(loader: DataLoader[Any], said: Mapping[str, Any]) -> DataLoader[Any]:
     """A loader with other options. Torch says which of the old ones they exclude: those of workers where there are none, say."""
-    options = {"dataset": loader.dataset, "num_workers": loader.num_workers, **said}
+    options = dict(said)
+    # other options need workers
+    make = functools.partial(DataLoader, dataset=loader.dataset, num_workers=loader.num_workers)
     for name in _OPTIONS:
         if name not in options and hasattr(loader, name):
             with contextlib.suppress(ValueError):
-                DataLoader(**options, **{name: getattr(loader, name)})
+                make(**options, **{name: getattr(loader, name)})
                 options[name] = getattr(loader, name)
-    made = DataLoader(**options)
+    made = make(**options)
     if not made.num_workers:
         made.timeout = 0  # which torch refuses later, when batches are asked for
     return made
@@ -174,7 +176,8 @@ def _switch_on(
     live = replace(
         task,
         build_model=lambda: model,
-        training_step=task.training_step or task.loss,  # else the model is built once more to see whether it takes steps of its own
+        # without one the model may be built once more, to see whether it takes steps of its own
+        training_step=task.training_step or task.loss,
         configure_optimizers=lambda model: optimizer,
         global_batch=None,
     )

@@ -249,7 +249,11 @@ def nothing(worker: int) -> None: ...
         (DataLoader(dataset(), batch_size=8, shuffle=True, worker_init_fn=nothing), ("DataLoader's worker_init_fn; ",)),
         (
             DataLoader(Stream(), batch_size=8, drop_last=True, worker_init_fn=nothing),
-            ("drop_last=True", "worker_init_fn (where that gives each worker its part of the stream", "get_worker_info"),
+            (
+                "drop_last=True",
+                "worker_init_fn (where that gives each worker its part of the stream",
+                "get_worker_info",
+            ),
         ),
     ],
 )

@@ -19,10 +19,10 @@ from autotune.task.source import TaskSource
 OTHERS = {
     "default_dtype": "float64",
     "deterministic": 1,
-    "matmul_precision": "high",
-    "cudnn_allow_tf32": False,
-    "cudnn_benchmark": True,
-    "cudnn_deterministic": True,
+    "float32_matmul_precision": "high",
+    "cudnn.allow_tf32": False,
+    "cudnn.benchmark": True,
+    "cudnn.deterministic": True,
     "flash_attention": False,
     "memory_efficient_attention": False,
     "plain_attention": False,
@@ -58,7 +58,7 @@ def test_what_is_read_after_it_was_set_is_what_was_asked_for() -> None:
 
 def test_what_was_not_read_stays_as_it_is() -> None:
     torch.set_float32_matmul_precision("medium")
-    apply_settings({"cudnn_benchmark": True})
+    apply_settings({"cudnn.benchmark": True})
     assert torch.get_float32_matmul_precision() == "medium" and torch.backends.cudnn.benchmark
 
 
@@ -67,7 +67,7 @@ def test_a_setting_that_torch_refuses_to_tell_is_left_out() -> None:
     done = subprocess.run([sys.executable, "-c", SET_BY_BACKEND], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told, precision = done.stdout.rsplit(" ", 1)
-    assert "matmul_precision" not in json.loads(told) and "cudnn_benchmark" in json.loads(told)
+    assert "float32_matmul_precision" not in json.loads(told) and "cudnn.benchmark" in json.loads(told)
     assert precision.strip() == "tf32"
 
 
