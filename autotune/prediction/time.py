@@ -182,9 +182,10 @@ def _observation(config: Config, measured: Measurement) -> Observation:
     within = math.log(high / low) / 2 / NORMAL_95 if 0 < low <= high < math.inf else UNKNOWN_NOISE
     extra = DISTURBED_NOISE * bool(measured.disturbances) + HURRIED_NOISE * measured.cut_short
     noise = math.hypot(within, extra)
-    # term / (samples / samples per step) is its size at the baseline's samples per step
+    # term / (samples / samples per step) is its size at the baseline's samples per step; both are of all processes, as the speed is
+    samples_per_step = measured.step_s * measured.samples_per_s
     terms = {
-        term: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / config.samples_per_step)
+        term: math.log(max(MIN_PHASE_S, measured.phases_s[phase]) / samples_per_step)
         for term, phase in PHASES.items()
         if phase in measured.phases_s
     }

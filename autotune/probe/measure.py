@@ -60,6 +60,10 @@ class WarmStep:
     num_micro: int = 1
     is_typical: bool = True
 
+    def after(self, data_s: float) -> WarmStep:
+        """The step with so many seconds of waiting for each micro batch."""
+        return replace(self, micro_s=self.micro_s + data_s)
+
 
 @dataclass
 class Run:
@@ -72,8 +76,9 @@ class Run:
     num_steps: int = 0
     warm_steps: list[WarmStep] = field(default_factory=list)
     counts_starts: ClassVar[bool] = True  # of passes over the training set
-    _meets_shapes: bool = False  # whether a micro batch of a new shape is trained once before it is timed
+    _meets_shapes: bool = False  # whether a micro batch of a new shape is trained once before its time counts
     _met_s: float = 0.0  # seconds of that
+    _num_met: int = 0  # micro batches of that
     _settled_micro_s: list[float] = field(default_factory=list)  # of warm-up micro steps after the run had settled
     _tells_speed: bool = (
         False  # whether what is clocked bounds the speed: not in the first step, nor with the largest batches
@@ -117,10 +122,12 @@ class Run:
             timed_s = self.reporter.train_s - warmup_s
             if self.settings.phases and not phases:
                 phases = self._phases()
+        self._meets_shapes = False
         within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
             num_shapes=self._long_run.shapes.num_seen,
+            shapes_recur=self._long_run.shapes.recur,
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=timed_s,
@@ -215,6 +222,9 @@ class Run:
             compiling_s += self._warm_step(self._take(1))
         if largest is not None:
             compiling_s += self._warm_step(largest, is_typical=self.session.task.dataset() is None)
+        # `verify` trains as the user does; and where several train together, all would have to meet a shape at once
+        is_alone = self.session.world.size == 1 and not self.session.task.takes_whole_steps
+        self._meets_shapes = is_alone and not self.settings.num_steps
         while True:
             compiling_s += self._warm_step(self._take(1))
             warm = self._timing.is_warm(
@@ -247,7 +257,8 @@ class Run:
         task, size = self.session.task, self.session.config.batch_size
         largest = self._take(1)[0] if task.dataset() is None else task.batch(size)
         self._long_run.shapes.note_chosen(largest)
-        return StepBatch([(largest, size)] * count)
+        # training may change a batch in place
+        return StepBatch([(largest, size), *((fresh_copy(largest), size) for _ in range(count - 1))])
 
     def _warm_step(self, batch: StepBatch, *, is_typical: bool = True) -> float:
         """Take a step. Returns its seconds if something was compiled in it, else 0."""
@@ -266,7 +277,7 @@ class Run:
     def _observe(self, look: Callable[[float], None]) -> None:
         """Note how much memory is held now, and let the observers look: a micro batch is a share of a step."""
         self._long_run.look()
-        look(self.reporter.num_micro_steps / self.session.config.accumulation_steps)
+        look((self.reporter.num_micro_steps + self._num_met) / self.session.config.accumulation_steps)
 
     @property
     def _later(self) -> list[WarmStep]:
@@ -322,7 +333,8 @@ class Run:
             Seconds of one optimizer step by phase, where the first block was split so; else nothing.
         """
         config, blocks = self.session.config, self._timing.blocks
-        typical = self._typical()
+        data_s = self._together.largest(self._micro_batches.usual_wait_s)  # warm-up steps are clocked without it
+        typical = self._typical().after(data_s)
         step_s = self._whole_s(typical)
         exact = self.settings.num_steps
         num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
@@ -332,12 +344,10 @@ class Run:
         is_long = by_parts and typical.micro_s > LONG_S
         phases: dict[str, float] = {}
         if is_long:
-            self._count_settled(typical.update_s)
+            self._count_settled(typical.update_s, data_s)
         self._observers.start()
         num_whole = 0
         is_done = False
-        # `verify` trains as the user does; and where several train together, all would have to meet a shape at once
-        self._meets_shapes = not exact and self.session.world.size == 1 and not self.session.task.takes_whole_steps
         while not is_done:
             starts_before = self._micro_batches.num_starts
             if is_long and self.settings.phases and not phases:
@@ -369,22 +379,23 @@ class Run:
             self._require_finite_loss(self.num_steps)
             self._observe(self._observers.sample)
             is_done = self._timing.is_done(num_whole, self._spent_s)
-        self._meets_shapes = False
         self._observers.end()
         return phases
 
-    def _count_settled(self, update_s: float) -> None:
+    def _count_settled(self, update_s: float, data_s: float) -> None:
         """Make blocks of the warm-up's last step, with which the run had settled, and of the micro steps after it.
 
         Where something is to be watched for longer than a micro step, nothing of the warm-up counts: observers come after it.
 
         Args:
             update_s: of a typical update; those micro steps have one together.
+            data_s: of waiting for a batch.
         """
         if self.settings.min_timed_s > LONG_S:
             return
         last = self.warm_steps[-1]
-        for step in (last, *(WarmStep(micro_s, update_s) for micro_s in self._settled_micro_s)):
+        for warm in (last, *(WarmStep(micro_s, update_s) for micro_s in self._settled_micro_s)):
+            step = warm.after(data_s)
             self._timing.blocks.add(self._samples / self._whole_s(step), step.micro_s + step.update_s)
 
     @property
@@ -463,17 +474,22 @@ class Run:
         return batch
 
     def _meet(self, micro_batches: list[tuple[Any, int]]) -> None:
-        """Train micro batches of new shapes before they are timed, if training meets these shapes again and again.
+        """Train micro batches of new shapes before their time counts, if training meets these shapes again and again.
 
         Libraries make kernels for each new shape: the first micro batch of one took 16 ms more than the next, of 45 ms, in a recognizer of
-        speech. A short run meets many new shapes, the more of them the smaller its micro batches are, and a long one hardly any.
+        speech. A short run meets many new shapes, the more of them the smaller its micro batches are, and a long one hardly any. What that
+        takes is little beside a long micro step. Data workers that do not keep up would load meanwhile, in time that is not counted.
         """
-        if not self._long_run.shapes.recur:
+        if not (self.settings.shapes_recur or self._long_run.shapes.recur) or not self._later:
+            return
+        micro_s = self._typical().micro_s
+        if micro_s > LONG_S or not self._micro_batches.surely_keep_up(micro_s):
             return
         self.device.synchronize()
         started = time.perf_counter()
         for micro, size in micro_batches:
             self._accumulate_part(StepBatch([(fresh_copy(micro), size)]))
+        self._num_met += len(micro_batches)
         self._clear_gradients()
         self.device.synchronize()
         self._met_s += time.perf_counter() - started
@@ -521,11 +537,15 @@ class Run:
         return elapsed
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Seconds that `work` takes on the device, in the process that takes the longest, without those of meeting new shapes."""
-        started, met_before_s = time.perf_counter(), self._met_s
+        """Seconds that `work` takes on the device, in the process that takes the longest, without what training does not do in it."""
+        started, untimed_before_s = time.perf_counter(), self._untimed_s
         work()
         self.device.synchronize()
-        return self._together.largest(time.perf_counter() - started - (self._met_s - met_before_s))
+        return self._together.largest(time.perf_counter() - started - (self._untimed_s - untimed_before_s))
+
+    @property
+    def _untimed_s(self) -> float:
+        return self._met_s + self._micro_batches.untimed_s
 
     def _require_finite_loss(self, num_steps: int) -> None:
         if bool(self._finite):

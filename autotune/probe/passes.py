@@ -10,14 +10,16 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
+from autotune.coupling.buffers import version_of
 from autotune.devices import capabilities_of
 from autotune.errors import TaskError
 from autotune.session import Session
-from autotune.task.batches import map_tensors, num_bytes, tensors
+from autotune.task.batches import fresh_copy, map_tensors, num_bytes, tensors
 from autotune.units import GIB, plural
 
 NUM_PREPARED = 4  # micro batches made ahead of the timing where there is no dataset
@@ -40,33 +42,50 @@ class MicroBatches:
     Attributes:
         num_starts: passes that were started, without the first one.
         waited_s: seconds that were waited at those starts, beyond what is waited for any batch.
+        untimed_s: seconds that were spent on what training does not do: on loading the last batch of a pass, where it is smaller and so
+            left out, and on copying a batch that is taken once more.
     """
 
     def __init__(self, session: Session) -> None:
         self.num_starts = 0
         self.waited_s = 0.0
-        self._loader = session.loader
-        self._batches = _batches(session)
+        self.untimed_s = 0.0
+        self._session, self._loader = session, session.loader
+        self._batches = self._prepared() if session.task.dataset() is None else self._loaded()
         self._first_s: float | None = None  # waited for the first batch of all
-        self._others_s = 0.0  # waited for all batches that are not the first of a pass
-        self._num_others = 0
+        self._others_s: list[float] = []  # waited for each batch, without the first of a pass where data workers load
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         return self
 
     def __next__(self) -> tuple[Any, int]:
-        started_s = time.perf_counter()
+        started_s, untimed_before_s = time.perf_counter(), self.untimed_s
         batch, is_first = next(self._batches)
-        waited_s = time.perf_counter() - started_s
-        if not is_first:
-            self._others_s += waited_s
-            self._num_others += 1
+        waited_s = time.perf_counter() - started_s - (self.untimed_s - untimed_before_s)
+        if not is_first or not self._loader.num_workers:
+            self._others_s.append(waited_s)
         elif self._first_s is None:
             self._first_s = waited_s
-        elif self._loader.num_workers:
+        else:
             self.num_starts += 1
             self.waited_s += self._beyond_usual(waited_s)
         return batch
+
+    @property
+    def usual_wait_s(self) -> float:
+        """Seconds that training waits for most batches: for their loading, where it loads them itself."""
+        return median(self._others_s) if self._others_s else 0.0
+
+    def surely_keep_up(self, micro_s: float) -> bool:
+        """Whether training surely never waits for data workers; True where it has none.
+
+        One of them took no longer for a batch than was waited for the first one, in which it was started, too.
+
+        Args:
+            micro_s: seconds of a micro step.
+        """
+        num_workers = self._loader.num_workers
+        return not num_workers or (self._first_s or 0.0) <= num_workers * micro_s
 
     def start_wait_s(self, samples_per_s: float, *, may_measure: bool) -> float:
         """Seconds that training waits at the start of a pass, beyond what it waits for any batch.
@@ -101,24 +120,41 @@ class MicroBatches:
         return time.perf_counter() - started_s
 
     def _beyond_usual(self, waited_s: float) -> float:
-        return max(0.0, waited_s - self._others_s / max(1, self._num_others))
+        return max(0.0, waited_s - fmean(self._others_s or [0.0]))
 
+    def _loaded(self) -> Iterator[tuple[tuple[Any, int], bool]]:
+        """Micro batches of a dataset with their sizes, and whether each is the first of a pass."""
+        size, found = self._session.config.batch_size, True
+        while found:
+            found = False
+            batches, started_s = self._loader.micro_batches(), time.perf_counter()
+            for micro, num_samples in batches:
+                if num_samples >= size:
+                    yield (micro, num_samples), not found
+                    found = True
+                else:  # the last of a pass
+                    self.untimed_s += time.perf_counter() - started_s
+                started_s = time.perf_counter()
+        raise TooFewSamplesError(
+            f"a pass over train_dataset gives no batch of {plural(size, 'sample')}; expected at least one: "
+            "choose a smaller batch_size, or give more data"
+        )
 
-def _batches(session: Session) -> Iterator[tuple[tuple[Any, int], bool]]:
-    """Micro batches with their sizes, and whether each is the first of a pass."""
-    if session.task.dataset() is None:
-        yield from zip(itertools.cycle(_prepare_batches(session)), itertools.repeat(False))
-    found = True
-    while found:
-        found = False
-        for micro, num_samples in session.loader.micro_batches():
-            if num_samples >= session.config.batch_size:  # the last of an epoch may be smaller
-                yield (micro, num_samples), not found
-                found = True
-    raise TooFewSamplesError(
-        f"a pass over train_dataset gives no batch of {plural(session.config.batch_size, 'sample')}; expected at least one: "
-        "choose a smaller batch_size, or give more data"
-    )
+    def _prepared(self) -> Iterator[tuple[tuple[Any, int], bool]]:
+        """The prepared micro batches again and again, as copies where training changes them in place."""
+        prepared, are_changed = _prepare_batches(self._session), False
+        while True:
+            for micro, num_samples in prepared:
+                versions = [version_of(tensor) for tensor in tensors(micro)]
+                started_s = time.perf_counter()
+                given = fresh_copy(micro) if are_changed else micro
+                self.untimed_s += time.perf_counter() - started_s
+                yield (given, num_samples), False
+                if versions != [version_of(tensor) for tensor in tensors(micro)]:
+                    started_s, are_changed = time.perf_counter(), True
+                    prepared = _prepare_batches(self._session)
+                    self.untimed_s += time.perf_counter() - started_s
+                    break
 
 
 def _prepare_batches(session: Session) -> list[tuple[Any, int]]:

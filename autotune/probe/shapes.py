@@ -69,8 +69,8 @@ class Shapes:
 
     @property
     def recur(self) -> bool:
-        """Whether training is expected to meet no more than a few shapes, again and again."""
-        return self.num_expected() <= FEW_SHAPES
+        """Whether training is seen to meet no more than a few shapes, again and again: some of several have come more than once."""
+        return self.num_seen > 1 and max(self._counts.values()) > 1 and self.num_expected() <= FEW_SHAPES
 
 
 def _shape(micro_batch: Any) -> Shape:

@@ -90,6 +90,7 @@ class Measurement:
     slow_rank: int | None = None  # the rank that others wait for by more than the noise
     final_loss: float = 0.0
     num_shapes: int = 0  # different shapes of the micro batches; 0 where they were not seen
+    shapes_recur: bool = False  # there are several, and no more than a few that come again and again
     # when clearly above zero: a leak in the user's code, or what libraries cache for each shape
     growth_bytes_per_step: float = 0.0
     growth_bytes_per_shape: float = 0.0  # where shapes differ and memory clearly grows to the end; 0 for a leak

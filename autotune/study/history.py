@@ -216,7 +216,8 @@ class History:
         speeds = [outcome.measurement.samples_per_s for outcome in self.known.values() if outcome.measurement]
         if not speeds or len(self.space.choices[BATCH_SIZE]) == 1:
             return math.inf
-        return max(self.space.baseline.batch_size, self.longest_step_s * max(speeds))
+        speed = max(speeds) / self.space.world.data_parallel  # of one process, as the micro batch is
+        return max(self.space.baseline.batch_size, self.longest_step_s * speed)
 
     def _smallest_too_large(self) -> dict[Config, int]:
         """Config without its batch -> the smallest batch size that was too large; larger ones need at least as much memory."""

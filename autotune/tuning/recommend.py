@@ -178,7 +178,8 @@ def _reasons(search: Search, answer: Config, measured: Measured) -> Reasons:
     history, traces, techniques = search.history, search.tracing.traces, search.history.space.techniques
     own = history.known[answer].measurement if answer in history.known else None
     roofline = Roofline.of(search.calibration, traces)
-    use = roofline.use(answer, measured.samples_per_s, techniques) if roofline is not None else None
+    speed = measured.samples_per_s / _num_devices(search)  # of the one device whose rates are known
+    use = roofline.use(answer, speed, techniques) if roofline is not None else None
     roles = (("baseline", history.space.baseline), ("answer", answer))
     tokens_per_sample = search.inspection.facts.tokens_per_sample
     return Reasons(
@@ -227,12 +228,17 @@ def _energy(
     )
 
 
+def _num_devices(search: Search) -> int:
+    """The devices that train together. The processes on a CPU train on one machine."""
+    has_own = capabilities_of(search.inspection.device.name).own_processors
+    return search.inspection.known_world.size if has_own else 1
+
+
 def _money(search: Search, answer: Measured, baseline: Measured | None) -> Money | None:
-    """What a million samples cost; None where no price was given. The processes on a CPU train on one machine."""
+    """What a million samples cost; None where no price was given."""
     if (price := search.options.price) is None:
         return None
-    has_own = capabilities_of(search.inspection.device.name).own_processors
-    num_devices = search.inspection.known_world.size if has_own else 1
+    num_devices = _num_devices(search)
     return Money(
         num_devices=num_devices,
         per_million_samples=price.of(MILLION, answer.samples_per_s, num_devices),

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
-from autotune.probe import measure
+from autotune.probe import measure, passes
 from autotune.probe.long_run import LongRun
 from autotune.probe.measure import NonFiniteError, Run, is_finite
 from autotune.probe.passes import TooFewSamplesError
@@ -68,7 +69,8 @@ def test_fp16_that_only_skips_steps_is_not_finite():
 def clocked(monkeypatch):
     """A task whose micro batches take 0.1 s and whose updates take 1 s, by the clock of the measurement alone."""
     now = [0.0]
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (measure, passes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     class SlowUpdate(torch.optim.SGD):
         def step(self, closure=None):
@@ -232,10 +234,9 @@ def test_where_the_peak_is_known_the_largest_batch_is_not_trained_again(monkeypa
     assert run.measure(0.0).peak_bytes == 2**50
 
 
-def trained_and_drawn(num_lengths, monkeypatch, **settings):
-    """How many micro batches a run with samples of so many lengths has trained, how many it has drawn, and how often it met new shapes."""
-    trained, met, meet = [], [], Run._meet
-    monkeypatch.setattr(Run, "_meet", lambda run, new: met.append(len(new)) or meet(run, new))
+def trained_and_drawn(num_lengths, **settings):
+    """How many micro batches a run with samples of so many lengths has trained, how many it has drawn, and how many it met first."""
+    trained = []
 
     def training_step(model, batch):
         trained.append(batch.shape)
@@ -248,22 +249,109 @@ def trained_and_drawn(num_lengths, monkeypatch, **settings):
     known = {"known_peak_bytes": 2**50, "known_long_run_peak_bytes": 2**50}
     run = run_of(task, {"batch_size": 1}, phases=False, **known, **settings)
     run.measure(0.0)
-    return len(trained), run._long_run.shapes._counts.total(), met
+    return len(trained), run._long_run.shapes._counts.total(), run._num_met
 
 
-def test_a_micro_batch_of_a_shape_that_comes_again_and_again_is_trained_once_before_it_is_timed(monkeypatch):
-    trained, drawn, met = trained_and_drawn(12, monkeypatch)
-    assert met and trained == drawn + sum(met)
+def test_a_micro_batch_of_a_shape_that_comes_again_and_again_is_trained_once_before_it_is_timed():
+    trained, drawn, num_met = trained_and_drawn(12)
+    assert 0 < num_met < 12 and trained == drawn + num_met
 
 
-def test_shapes_that_hardly_come_again_are_timed_as_they_are(monkeypatch):
-    trained, drawn, met = trained_and_drawn(400, monkeypatch)
-    assert drawn <= trained < drawn + sum(met)
+def test_where_it_is_known_that_shapes_come_again_they_are_met_from_the_first_step_on_whose_time_counts():
+    trained, drawn, num_met = trained_and_drawn(12, shapes_recur=True)
+    assert 8 < num_met < 12 and trained == drawn + num_met
 
 
-def test_where_so_many_steps_are_asked_for_no_other_micro_batch_is_trained(monkeypatch):
-    trained, drawn, met = trained_and_drawn(12, monkeypatch, num_steps=20)
-    assert not met and trained == drawn
+def test_shapes_that_never_come_again_are_timed_as_they_are():
+    trained, drawn, num_met = trained_and_drawn(400)
+    assert num_met == 0 and trained == drawn
+
+
+def test_where_so_many_steps_are_asked_for_no_other_micro_batch_is_trained():
+    trained, drawn, num_met = trained_and_drawn(12, num_steps=20, shapes_recur=True)
+    assert num_met == 0 and trained == drawn
+
+
+@pytest.mark.parametrize("spared", ["LONG_S", "surely_keep_up"])
+def test_no_time_is_given_to_new_shapes_where_they_cost_little_or_data_workers_would_use_it(monkeypatch, spared):
+    if spared == "LONG_S":
+        monkeypatch.setattr(measure, "LONG_S", 0.0)
+    else:
+        monkeypatch.setattr(passes.MicroBatches, "surely_keep_up", lambda batches, micro_s: False)
+    trained, drawn, num_met = trained_and_drawn(12, shapes_recur=True)
+    assert num_met == 0
+
+
+def test_a_batch_that_training_changes_in_place_is_another_one_each_time():
+    seen = []
+
+    def training_step(model, batch):
+        seen.append(float(batch.max()))
+        batch.mul_(2)
+        return model(batch).mean()
+
+    task = task_of(make_batch=lambda size: torch.ones(size, 6), training_step=training_step)
+    run_of(task, {"batch_size": 2, "accumulation_steps": 2}).measure(0.0)
+    assert len(seen) > 20 and set(seen) == {1.0}
+
+
+@pytest.mark.parametrize("config", [{"batch_size": 2}, {"batch_size": 2, "accumulation_steps": 16}])
+def test_where_loading_takes_far_longer_than_training_a_probe_takes_no_longer_for_it(config):
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 400
+
+        def __getitem__(self, place):
+            time.sleep(0.01)
+            return torch.ones(6)
+
+    task = task_of(make_batch=None, train_dataset=Slow, training_step=lambda model, batch: model(batch).mean())
+    measured = run_of(task, config, max_timed_s=0.2, phases=False).measure(0.0)
+    assert measured.timed_s < 2 and measured.samples_per_s < 100
+
+
+def test_blocks_of_a_warm_up_count_with_the_time_of_loading(monkeypatch):
+    now = [0.0]
+    for module in (measure, passes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 400
+
+        def __getitem__(self, place):
+            now[0] += 0.5
+            return torch.ones(6)
+
+    def training_step(model, batch):
+        now[0] += 1.0
+        return model(batch).mean()
+
+    task = task_of(make_batch=None, train_dataset=Slow, training_step=training_step)
+    measured = run_of(task, {"batch_size": 2}, max_timed_s=5.0, phases=False).measure(0.0)
+    assert measured.block_samples_per_s == pytest.approx([1.0] * len(measured.block_samples_per_s))
+
+
+def test_the_smaller_last_batch_of_a_pass_is_no_part_of_the_time(monkeypatch):
+    now = [0.0]
+    for module in (measure, passes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self):
+            return 7  # one batch of 4, and 3 that are left
+
+        def __getitem__(self, place):
+            now[0] += 0.1
+            return torch.ones(6)
+
+    def training_step(model, batch):
+        now[0] += 0.4
+        return model(batch).mean()
+
+    task = task_of(make_batch=None, train_dataset=Slow, training_step=training_step)
+    measured = run_of(task, {"batch_size": 4}, max_timed_s=5.0, phases=False).measure(0.0)
+    assert measured.samples_per_s == pytest.approx(4 / 0.8)
 
 
 def test_where_it_is_known_what_a_long_run_holds_nothing_is_trained_to_find_it_out(monkeypatch):
@@ -341,7 +429,8 @@ class Widening(nn.Module):
 
 def test_a_warm_up_step_that_compiles_is_no_slow_step(traced_only, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for module in (measure, passes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def training_step(model, batch):
         before = measure.num_graphs()
