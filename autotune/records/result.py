@@ -251,7 +251,7 @@ class Result(Record):
 
     Attributes:
         samples_per_s: throughput, within the range that the config's undisturbed processes measured.
-        baseline: None when it does not run within the limit.
+        baseline: None when it does not run. One that runs, and leaves less than the headroom free, is compared with.
         speedup: throughput over the baseline's, as both are shown; None without a baseline. `speedup_ci`: the 95 % interval of what
             a later run will see, from paired fresh processes and what later runs on this machine differed by; None also where the
             answer is the baseline, and then the play-off's `rival` tells of the others.

@@ -35,6 +35,6 @@ def answer_so_far(
         if chance < EVEN and play_off.baseline_may_win:
             return (base.config, history.known[base.config]), None
         return (leader.config, history.known[leader.config]), chance
-    if best is None or baseline is None or best[0] == base_config or not history.objective.feasible(baseline):
+    if best is None or baseline is None or best[0] == base_config or not baseline.ok:
         return best, None
     return best, cost_model.untaught.chance_to_be_better(history, best[0], base_config)

@@ -61,6 +61,16 @@ def _unknown_gain(answer: Answer) -> Iterator[str]:
         yield f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(answer.search.history)}"
 
 
+def _baseline_does_not_fit(answer: Answer) -> Iterator[str]:
+    history = answer.search.history
+    config = history.space.baseline
+    if answer.baseline is None or answer.config == config:
+        return
+    measured = [trial.outcome for trial in history.trials if trial.config == config and trial.outcome.ok]
+    if (outcome := next(filter(history.objective.beyond_memory, measured), None)) is not None:
+        yield f"the baseline could not be recommended: {failure(outcome)}. It ran, so the answer is compared with it all the same"
+
+
 def _earlier_answer(answer: Answer) -> Iterator[str]:
     is_confirmed = answer.standing is not None and answer.standing.answer is not None
     if not is_confirmed and (kept := answer.search.store.facts.result) and kept.play_off.confirmed:
@@ -255,6 +265,7 @@ def _few_rounds(answer: Answer) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _unknown_gain,
+    _baseline_does_not_fit,
     _earlier_answer,
     _not_compared,
     _baseline_unsaid,

@@ -45,7 +45,8 @@ def finalists_of(search: Search) -> list[Config]:
         return []
     processes_s = [play_off_process_s(config, history.known[config]) for config in others[:MOST_FINALISTS]]
     baseline = history.space.baseline
-    baseline_s = play_off_process_s(baseline, history.known[baseline]) if baseline in ranked else 0.0
+    known = history.baseline
+    baseline_s = play_off_process_s(baseline, known) if known is not None and known.ok else 0.0
     num = budget.num_finalists(processes_s, baseline_s)
     best = ranked[others[0]].measurement
     if best is None or history.objective.is_short_of_memory(best.long_run_peak_bytes):
@@ -122,7 +123,10 @@ def _open_play_off(search: Search) -> PlayOff:
     """A play-off that goes on with the rounds of earlier searches of the study."""
     history = search.history
     baseline, outcome = history.space.baseline, history.baseline
-    runs = outcome is not None and history.objective.feasible(outcome) and baseline not in history.failed_again
+    # one that runs, and leaves less than the headroom free, is no answer, but what every answer is compared with
+    again = history.failed_again.get(baseline)
+    runs = outcome is not None and outcome.ok and history.objective.is_known(outcome) and (again is None or again.ok)
+    fits = outcome is not None and history.objective.feasible(outcome) and again is None
     settings = search.budget.paced(search.settings, history)
     settings = settings.replace(
         interval=PLAY_OFF_INTERVAL,
@@ -169,7 +173,7 @@ def _open_play_off(search: Search) -> PlayOff:
         ended=ended,
         seed=search.options.seed,
         earlier=[trial for trial in history.trials if trial.in_play_off],
-        baseline_may_win=history.space.answers(baseline),
+        baseline_may_win=fits and history.space.answers(baseline),
         guest=invite_one_device(search, settings, timed_s),
     )
 
@@ -186,10 +190,12 @@ def _with_known_memory(settings: ProbeSettings, history: History, config: Config
 def _entrant(search: Search, config: Config, searched: Searched | None) -> Entrant:
     """A config that plays, with the whole rounds that it has played in earlier searches."""
     whole = search.store.facts.whole_rounds
+    is_baseline = config == search.history.space.baseline
     earlier = {
         trial.round: trial.outcome
         for trial in search.history.trials
-        if trial.round is not None and trial.round in whole and trial.config == config and trial.feasible
+        if trial.round is not None and trial.round in whole and trial.config == config
+        if trial.feasible or (is_baseline and trial.outcome.ok)
         if search.history.objective.is_known(trial.outcome)
     }
     probe = search.history.known[config]

@@ -46,7 +46,8 @@ class PlayOff:
         run: runs a config in a fresh process for a round; returns None when the user interrupts or the time is up.
         ended: called with the number of each round that was not cut short.
         earlier: the trials of the rounds that earlier searches played.
-        baseline_may_win: False where the baseline is not what the user fixed; then it plays only to be compared with.
+        baseline_may_win: False where the baseline is not what the user fixed, or leaves less than the headroom free; then it plays
+            only to be compared with.
         guest: is measured in the first rounds that have time for it; None for none.
     """
 
@@ -351,7 +352,9 @@ class PlayOff:
             entrant.outcomes[number] = outcome
             if outcome.disturbances:
                 self._disturbed.add(number)
-            if not run.feasible:
+            if entrant is self.baseline and outcome.ok:
+                self.baseline_may_win &= run.feasible  # it is compared with even where it needs too much memory
+            elif not run.feasible:
                 self._fail(entrant, outcome, substitutes)
         passing = find_excused(self._runs)
         for entrant, run in late:

@@ -14,6 +14,7 @@ from autotune.errors import AutotuneError
 from autotune.prediction.time import Roofline
 from autotune.records.config import Config
 from autotune.records.measured import Measured, Rival, front_of
+from autotune.records.objective import Objective
 from autotune.records.outcome import Outcome
 from autotune.records.result import Compiling, EnergyUse, Goal, Money, PlayOffOutcome, Reasons, Result, Subject
 from autotune.records.scaling import Scaling
@@ -108,7 +109,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
     )
     for caution in cautions(known):
         search.warn(caution)
-    ran_through = [*_ran_through(standing)]
+    ran_through = [*_ran_through(standing, history.objective)]
     return Result(
         config=answer.as_dict(),
         samples_per_s=measured.samples_per_s,
@@ -288,13 +289,16 @@ def _later(search: Search) -> tuple[float, int]:
     return later_std(rechecks), len(rechecks)
 
 
-def _ran_through(standing: Standing | None) -> Iterable[Measured]:
-    """The figures of the entrants that finished the play-off."""
+def _ran_through(standing: Standing | None, objective: Objective) -> Iterable[Measured]:
+    """The figures of the entrants that finished the play-off and fit."""
     if standing is None:
         return
     for entrant in (*standing.entrants, standing.baseline):
         if entrant is not None and entrant.outcomes and not entrant.failed:
-            yield standing.figures[entrant.config]
+            if not any(
+                map(objective.beyond_memory, entrant.outcomes.values())
+            ):  # the baseline may be, which runs all the same
+                yield standing.figures[entrant.config]
 
 
 def _baseline(
@@ -310,7 +314,13 @@ def _baseline(
         base = standing.baseline
         return (standing.figures[base.config], standing.speedup) if base is not None else (None, None)
     config, outcome = history.space.baseline, history.baseline
-    if outcome is None or config in history.failed_again or not history.objective.feasible(outcome):
+    again = history.failed_again.get(config)
+    if (
+        outcome is None
+        or not outcome.ok
+        or not history.objective.is_known(outcome)
+        or (again is not None and not again.ok)
+    ):
         return None, None
     own = _processes(history, config, outcome)
     baseline = measured_by(config, own)

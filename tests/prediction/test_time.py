@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.prediction.time import TimeModel
+from autotune.prediction.time import TimeModel, _observation
 from autotune.records.config import Config
 from autotune.records.inspection import BatchSupport
 from autotune.records.outcome import Bound, Kind, Outcome
@@ -37,6 +37,17 @@ def free_space() -> Space:
 def ran(config: Config, samples_per_s: float, **changes: object) -> tuple[Config, Outcome]:
     measured = replace(measurement(config, samples_per_s, 2**29), **changes)  # type: ignore[arg-type]
     return config, Outcome(kind=Kind.OK, measurement=measured)
+
+
+def test_a_part_of_a_step_is_the_same_share_of_it_however_many_processes_train(space: Space) -> None:
+    phases = {"data": 0.02, "forward": 0.05, "backward": 0.08, "optimizer": 0.01}
+    samples = space.baseline.samples_per_step
+    shares = []
+    for num_processes in (1, 4):
+        found = measurement(space.baseline, num_processes * samples / 0.16, 2**29)
+        seen = _observation(space.baseline, replace(found, step_s=0.16, phases_s=phases))
+        shares.append({term: size - seen.value for term, size in seen.terms.items()})
+    assert shares[1] == pytest.approx(shares[0])
 
 
 def probed(prober: ClosedFormRunner, configs: list[Config], noise: float = 0.0) -> list[tuple[Config, Outcome]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.config import Config
+from autotune.records.config import Config, World
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.study import Trial
@@ -139,6 +139,11 @@ def test_a_batch_whose_steps_would_take_too_much_of_the_budget_may_not_be_probed
     assert made.admissible()(config(12)) and not made.admissible()(config(16))
     made.append(trial(config(6), ran(config(6), 40.0), number=1))  # what is seen to be fast reaches further
     assert made.admissible()(config(16))
+    of_two = replace(SPACE, world=World(size=2))  # the speed is of both processes, and a micro batch of one
+    assert (
+        History(of_two, OBJECTIVE, [trial(config(8), ran(config(8), 40.0))], longest_step_s=0.7).largest_batch_size
+        == 14
+    )
     impatient = History(SPACE, OBJECTIVE, [trial(config(8), ran(config(8), 20.0))], longest_step_s=0.01)
     assert impatient.largest_batch_size == SPACE.baseline.batch_size
     assert History(SPACE, OBJECTIVE, longest_step_s=0.01).largest_batch_size == math.inf

@@ -261,15 +261,46 @@ def test_a_baseline_that_fails_in_the_play_off_is_reported_with_that_failure(tmp
     assert made.history.space.baseline.as_dict() not in [measured.config for measured in result.front]
 
 
-def test_a_baseline_beyond_the_memory_is_reported_as_such(tmp_path):
+@pytest.mark.parametrize("from_process", [0, 1, 3])
+def test_a_baseline_that_leaves_too_little_free_runs_and_is_what_the_answer_is_compared_with(tmp_path, from_process):
     class Large(Staged):
-        def peak_bytes(self, config):
-            return int(0.97 * LIMIT_BYTES) if config == made.history.space.baseline else super().peak_bytes(config)
+        def outcome_of(self, config, settings):
+            outcome = super().outcome_of(config, settings)
+            if config != made.history.space.baseline:
+                return outcome
+            processes.append(config)
+            peak_bytes = int((0.97 if len(processes) > from_process else 0.9) * LIMIT_BYTES)
+            return replace(outcome, measurement=replace(outcome.measurement, peak_bytes=peak_bytes))
 
+    processes = []
     made = recommender(tmp_path, Large())
     result = answer(made)
-    assert result.confirmed and result.baseline is None
+    baseline = made.history.space.baseline.as_dict()
+    assert result.confirmed and result.config != baseline and result.verdict == "faster"
+    assert result.baseline.config == baseline and result.speedup > 1 and result.speedup_ci is not None
     assert any("it needs more than the memory limit less headroom" in warning for warning in result.warnings)
+    assert baseline not in [measured.config for measured in result.front]
+    assert baseline not in [measured.config for measured in load_study(tmp_path / "closed.db").front_configs()]
+    assert "does not run" not in text_of(result) and "did not run" not in text_of(result)
+
+
+def test_an_answer_is_said_to_be_slower_than_a_baseline_that_runs_and_leaves_too_little_free(tmp_path):
+    class Fast(Staged):
+        def outcome_of(self, config, settings):
+            outcome = super().outcome_of(config, settings)
+            if config != made.history.space.baseline:
+                return outcome
+            found = outcome.measurement
+            fast = {
+                name: 100 * getattr(found, name)
+                for name in ("samples_per_s", "samples_per_s_low", "samples_per_s_high")
+            }
+            return replace(outcome, measurement=replace(found, peak_bytes=int(0.97 * LIMIT_BYTES), **fast))
+
+    made = recommender(tmp_path, Fast())
+    result = answer(made)
+    assert result.verdict == "slower" and result.speedup < 0.1
+    assert result.config != made.history.space.baseline.as_dict()
 
 
 def test_what_failed_in_a_first_round_that_was_cut_short_is_not_the_answer(tmp_path):
