@@ -294,11 +294,11 @@ def _ran_through(standing: Standing | None, objective: Objective) -> Iterable[Me
     if standing is None:
         return
     for entrant in (*standing.entrants, standing.baseline):
-        if entrant is not None and entrant.outcomes and not entrant.failed:
-            if not any(
-                map(objective.beyond_memory, entrant.outcomes.values())
-            ):  # the baseline may be, which runs all the same
-                yield standing.figures[entrant.config]
+        if entrant is None or not entrant.outcomes or entrant.failed:
+            continue
+        # the baseline may need too much memory, and is compared with all the same
+        if not any(map(objective.beyond_memory, entrant.outcomes.values())):
+            yield standing.figures[entrant.config]
 
 
 def _baseline(

@@ -147,6 +147,17 @@ def test_what_is_not_worth_it_or_takes_too_long_is_not_measured(waited, first_s,
     assert batches.start_wait_s(samples_per_s, may_measure=may_measure) == 0.0
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_waited_for_most_batches_is_told(waited, num_workers):
+    batches = waited([[5.0, 0.1, 0.3], [0.1]], num_workers=num_workers)
+    assert batches.usual_wait_s == pytest.approx(0.2)
+
+
+def test_data_workers_surely_keep_up_where_a_micro_step_takes_longer_than_the_first_batch_of_each(waited):
+    assert [waited([[0.5, 0.1]], num_workers=2).surely_keep_up(micro_s) for micro_s in (0.2, 0.3)] == [False, True]
+    assert waited([[0.5, 0.1]], num_workers=0).surely_keep_up(0.1)
+
+
 def test_a_stream_has_no_pass_that_could_be_counted(waited):
     assert waited([[0.5, 0.1]], num_samples=None).start_wait_s(100.0, may_measure=True) == 0.0
 

@@ -78,6 +78,21 @@ def test_the_fastest_wins_and_its_gain_is_paired():
     assert high - low < 0.1  # although rounds differ by 40 %
 
 
+def test_where_the_first_round_of_all_takes_too_long_the_best_plays_against_the_baseline():
+    log = []
+
+    def run(candidate, number):
+        log.append(candidate)
+        return Outcome(kind=Kind.OK, measurement=measurement(candidate, 100.0, 500 * MIB), wall_s=1.0)
+
+    made = PlayOff(Entrant(BASE, None, 1.0), run, OBJECTIVE, seed=0)
+    for candidate in (config(24), config(16), config(8)):
+        made.enter(Entrant(candidate, None, 1.0))
+    standing = made.play(lambda seconds, number: seconds <= 2.0 and number == 0)
+    assert standing is not None and standing.num_rounds == 1
+    assert sorted(log, key=lambda one: one.batch_size) == [BASE, config(24)]
+
+
 def test_the_same_file_searched_again_and_again_gets_the_same_answer_though_processes_differ_by_12_percent():
     speeds = {config(8): 130.0, BASE: 100.0}
     standings = [contest(speeds, noise=0.12, seed=seed, rounds=8)[0] for seed in range(20)]
