@@ -480,7 +480,8 @@ class Run:
         speech. A short run meets many new shapes, the more of them the smaller its micro batches are, and a long one hardly any. What that
         takes is little beside a long micro step. Data workers that do not keep up would load meanwhile, in time that is not counted.
         """
-        if not (self.settings.shapes_recur or self._long_run.shapes.recur) or not self._later:
+        known = self.settings.shapes_recur
+        if not (self._long_run.shapes.recur if known is None else known) or not self._later:
             return
         micro_s = self._typical().micro_s
         if micro_s > LONG_S or not self._micro_batches.surely_keep_up(micro_s):

@@ -231,7 +231,8 @@ class ProbeSettings(Record):
             and the peak is at least that; 0 where it is not known.
         known_long_run_peak_bytes: what a long training holds at its peak, as an earlier process of the config told that saw memory grow.
             It is not asked again what grows; 0 where it is not known.
-        shapes_recur: an earlier process of the task has seen that training meets a few shapes of batches again and again.
+        shapes_recur: whether training meets a few shapes of batches again and again, as earlier processes of the task have seen; None
+            where none has, and then the process goes by what it sees itself.
         num_samples: timing ends once so many samples were taken, and not by the interval: with six blocks at least, and after twice
             `max_timed_s` at the latest. Probes of one seed take the same samples in the same order. 0 for the rule.
         num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
@@ -250,7 +251,7 @@ class ProbeSettings(Record):
     phases: bool = True
     known_peak_bytes: int = 0
     known_long_run_peak_bytes: int = 0
-    shapes_recur: bool = False
+    shapes_recur: bool | None = None
     num_samples: int = 0
     num_steps: int = 0
     seed: int = 0

@@ -207,6 +207,14 @@ class History:
         return max(alike, default=0.0)
 
     @property
+    def shapes_recur(self) -> bool | None:
+        """Whether training meets a few shapes of batches again and again, by the probe that has seen the most; None where none has seen
+        several.
+        """
+        found = [m for _, outcome in self.evidence if (m := outcome.measurement) is not None and m.num_shapes > 1]
+        return max(found, key=lambda measured: measured.num_shapes).shapes_recur if found else None
+
+    @property
     def largest_batch_size(self) -> float:
         """The largest micro batch that may be probed.
 

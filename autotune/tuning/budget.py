@@ -175,8 +175,7 @@ class Budget:
 
     def paced(self, settings: ProbeSettings, history: History) -> ProbeSettings:
         """The settings of the next probe: its time-out, the speed below which it is not worth timing, and what is known of shapes."""
-        recur = any(found.shapes_recur for _, outcome in history.evidence if (found := outcome.measurement))
-        settings = settings.replace(shapes_recur=recur)
+        settings = settings.replace(shapes_recur=history.shapes_recur)
         baseline = history.baseline
         if baseline is not None and baseline.measurement is not None:
             slowest = SLOWEST_TIMED * baseline.measurement.samples_per_s * (not history.objective.observed)

@@ -262,6 +262,11 @@ def test_where_it_is_known_that_shapes_come_again_they_are_met_from_the_first_st
     assert 8 < num_met < 12 and trained == drawn + num_met
 
 
+def test_where_it_is_known_that_shapes_do_not_recur_a_few_that_do_by_chance_are_not_met():
+    trained, drawn, num_met = trained_and_drawn(12, shapes_recur=False)
+    assert num_met == 0 and trained == drawn
+
+
 def test_shapes_that_never_come_again_are_timed_as_they_are():
     trained, drawn, num_met = trained_and_drawn(400)
     assert num_met == 0 and trained == drawn

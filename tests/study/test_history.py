@@ -133,6 +133,17 @@ def test_what_cannot_be_applied_together_is_left_alone_with_any_batch_and_whatev
     assert may_be_probed(config(6)) and may_be_probed(config(6, amp="fp16"))
 
 
+def test_whether_shapes_recur_is_told_by_the_probe_that_has_seen_the_most():
+    def seen(number, num_shapes, recur):
+        outcome = ran(config(8), 20.0)
+        measured = replace(outcome.measurement, num_shapes=num_shapes, shapes_recur=recur)
+        return trial(config(8, num_workers=number), replace(outcome, measurement=measured), number=number)
+
+    assert history(seen(0, 1, recur=False)).shapes_recur is None
+    assert history(seen(0, 8, recur=True)).shapes_recur is True
+    assert history(seen(0, 8, recur=True), seen(1, 30, recur=False), seen(2, 1, recur=False)).shapes_recur is False
+
+
 def test_a_batch_whose_steps_would_take_too_much_of_the_budget_may_not_be_probed():
     made = History(SPACE, OBJECTIVE, [trial(config(8), ran(config(8), 20.0))], longest_step_s=0.7)
     assert made.largest_batch_size == 14
