@@ -127,7 +127,6 @@ class Run:
         measured = self._timing.measurement(
             num_steps=self.num_steps,
             num_shapes=self._long_run.shapes.num_seen,
-            shapes_recur=self._long_run.shapes.recur,
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=timed_s,
@@ -148,7 +147,8 @@ class Run:
         alone = self.session.world.size == 1  # if that failed in one process, the others would wait
         before_s = time.perf_counter()
         grown = self._with_growth(measured, may_train=alone and self._spent_s <= self.settings.timeout_s / 2)
-        return replace(grown, growth_s=time.perf_counter() - before_s)
+        growth_s = time.perf_counter() - before_s
+        return replace(grown, growth_s=growth_s, shapes_recur=self._long_run.shapes.recur)  # it may have looked at more
 
     def _with_growth(self, measured: Measurement, *, may_train: bool) -> Measurement:
         """The measurement with what memory grows by in a long run, and what of it is a leak."""
