@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from typing import TypeVar
 import psutil
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PIDFD_OPEN = 434  # on every architecture
 PROC, ROOT = Path("/proc"), Path("/")
 DISTURBED = 0.1  # where others held more than this share of the time, a measurement may be wrong
 _UNLIMITED = 2**62  # v1 writes the largest multiple of the page size for "no limit"
@@ -76,15 +78,34 @@ def process_memory() -> ProcessMemory:
         for name, _, value in (line.partition(":") for line in read(PROC / "self/status").splitlines())
         if name.startswith(("Vm", "Rss"))
     }
-    touched = status["RssAnon"] + status.get("VmSwap", 0)
-    peak_touched = status["VmHWM"] - status["RssFile"] - status["RssShmem"] + status.get("VmSwap", 0)
+    # gVisor tells sizes and all that is resident, and neither peaks nor kinds
+    shared, of_files = status.get("RssShmem", 0), status.get("RssFile", 0)
+    touched = status.get("RssAnon", status["VmRSS"]) + status.get("VmSwap", 0)
+    peak_touched = status.get("VmHWM", status["VmRSS"]) - of_files - shared + status.get("VmSwap", 0)
     return ProcessMemory(
         data_bytes=status["VmData"],
         touched_bytes=touched,
         peak_touched_bytes=max(peak_touched, touched),
-        shared_bytes=status["RssShmem"],
-        peak_size_data_bytes=status["VmPeak"] - (status["VmSize"] - status["VmData"]),
+        shared_bytes=shared,
+        peak_size_data_bytes=status.get("VmPeak", status["VmSize"]) - (status["VmSize"] - status["VmData"]),
     )
+
+
+def open_process(pid: int) -> int:
+    """A descriptor of a process, which is readable once that has ended. The caller closes it.
+
+    Python has `os.pidfd_open` only where the headers that it was built with know the call, which those of conda's 3.11 do not.
+
+    Raises:
+        OSError: there is no such process, or the system knows no such call (Linux has it since 5.3).
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0))
+    if descriptor < 0:
+        raise OSError(number := ctypes.get_errno(), os.strerror(number))
+    os.set_inheritable(descriptor, False)
+    return descriptor
 
 
 def descendants(proc: Path = PROC) -> Iterator[int]:
@@ -297,7 +318,8 @@ class ProcessorWatch:
         wall_s = time.monotonic() - self._started_s
         waited_ns = sum(max(0, wait - self._waited_ns.get(thread, 0)) for thread, wait in self._thread_waits().items())
         waited = waited_ns / 1e9 / (wall_s * num_threads)
-        unused = 1 - (self._processor_time() - self._used_s) / (wall_s * len(processors()))
+        may_use = min(len(processors()), processor_quota() or math.inf)  # a container may be granted fewer than it sees
+        unused = 1 - (self._processor_time() - self._used_s) / (wall_s * may_use)
         waited = max(0.0, min(waited, unused, 1.0))
         busy, stolen = self._ticks()
         wanted = busy - self._busy + stolen - self._stolen

@@ -47,7 +47,10 @@ _ACCELERATOR_FAILED = re.compile(
 _PRINTED = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate|not enough) memory|CUDA out of memory\. Tried to allocate"
 )
-_OF_HOST = re.compile(r"DefaultCPUAllocator: |std::bad_alloc\Z")
+# the last: a data worker that the kernel killed, which it does for the host's memory alone
+_OF_HOST = re.compile(
+    r"DefaultCPUAllocator: |std::bad_alloc\Z|DataLoader worker \(pid(?:\(s\))? \d+\) is killed by signal: Killed"
+)
 _ATTEMPTED = re.compile(r"(?:tried|unable) to allocate (\d+(?:\.\d+)?) (bytes|[KMGTPE]iB)\b", re.IGNORECASE)
 _NO_KERNEL = {
     # oneDNN has no implementation for these types and this instruction set, e.g. of an LSTM in bf16 with AVX2 alone: "unsupported

@@ -14,7 +14,7 @@ from autotune.group import deal, take_from_first
 from autotune.probe.differences import Difference, Values, difference, worst
 from autotune.probe.runs import SEED, Runs, deal_parts
 from autotune.randomness import keep_randomness, seed_everything
-from autotune.records.check import Check
+from autotune.records.check import REDUCED_GRADIENT_ERROR, Check
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice, Config, World
 from autotune.task import Task
 from autotune.task.batches import CannotCutError
@@ -24,7 +24,6 @@ from autotune.techniques.base import MANTISSA_BITS
 EXACT_ERROR = 1e-5  # relative error that reordering sums in fp32 causes
 NOISE_FACTOR = 10.0  # an exact technique may differ by so many times the model's own noise
 REDUCED_COSINE = 0.999
-REDUCED_GRADIENT_ERROR = 0.1  # a cosine does not see a wrong scale; one of 0.999 at equal norms is an error of 0.045
 REDUCED_SIZE_ERROR = 0.2  # of the gradient's norm: in any model rounding turns the gradient, and hardly scales it
 REDUCED_LOSS_ERROR = 0.05
 REDUCED_BUFFER_ERROR = 0.05

@@ -8,6 +8,8 @@ from enum import StrEnum
 from autotune.records.config import Choice
 from autotune.records.formats import Record
 
+REDUCED_GRADIENT_ERROR = 0.1  # a cosine does not see a wrong scale; one of 0.999 at equal norms is an error of 0.045
+
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Record):
@@ -29,6 +31,11 @@ class Check(Record):
     cause: tuple[
         str, ...
     ] = ()  # keys of the config that made it fail; `accumulation_steps` where cutting the batch did
+
+    @property
+    def says_little(self) -> bool:
+        """Whether plain runs differ from each other by as much as reduced precision may."""
+        return self.noise > REDUCED_GRADIENT_ERROR
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from autotune.devices.linux import end_with_parent, kernel_oom_kills
+from autotune.devices.linux import end_with_parent, kernel_oom_kills, open_process, read
 from autotune.runners.ranks import answer_file, group_file, question_file, rank_file
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -50,6 +50,7 @@ def main() -> None:
     end_with_parent()  # an import may hang, and nobody reads the socket then
     with _guarded(greeting, connection):
         hello, task = _import(source, greeting) if source is not None else ({"no_fork": ""}, None)
+    _own_children.update(_children())  # a server that the user's module has started, say, which every job uses
     end_with_parent(False)  # from here on the closed socket says so, and what a probe left behind is reaped
     if blas_threads:
         os.environ.pop("OPENBLAS_NUM_THREADS", None)
@@ -65,7 +66,7 @@ def main() -> None:
 @contextlib.contextmanager
 def _guarded(greeting: dict[str, Any], connection: socket.socket) -> Iterator[None]:
     """Let another process remove the search's folder where the search dies inside the block, and this process with it."""
-    search, importing = (os.pidfd_open(pid) for pid in (os.getppid(), os.getpid()))
+    search, importing = (open_process(pid) for pid in (os.getppid(), os.getpid()))
     if os.getppid() != greeting["parent"]:
         shutil.rmtree(greeting["folder"], ignore_errors=True)
         os._exit(0)
@@ -123,6 +124,9 @@ class Inbox:
         )  # a search that stops its supervisor waits for that with half of the socket open
         if poll.poll(0):
             shutil.rmtree(self._folder, ignore_errors=True)
+        for child in _own_children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         os._exit(0)  # a thread that the user's module started would keep the interpreter alive
 
 
@@ -382,7 +386,7 @@ def _wait(pids: list[int], deadline: float, inbox: Inbox) -> tuple[str, list[int
     Returns:
         What ended the wait: `exit`, `timeout`, `cancel` or `closed` (the search is gone); and the processes that have ended.
     """
-    processes = {os.pidfd_open(pid): pid for pid in pids}
+    processes = {open_process(pid): pid for pid in pids}
     try:
         poll = select.poll()
         for process in processes:
@@ -405,7 +409,7 @@ def _wait(pids: list[int], deadline: float, inbox: Inbox) -> tuple[str, list[int
 
 def _reap(pid: int) -> int | None:
     """The status of a process that was killed; None where it does not end, stuck in a driver. It is left alone from then on."""
-    process = os.pidfd_open(pid)
+    process = open_process(pid)
     try:
         if not _has_ended(process, _GIVE_UP_S):
             _stuck.add(pid)
@@ -416,23 +420,28 @@ def _reap(pid: int) -> int | None:
 
 
 _stuck: set[int] = set()
+_own_children: set[int] = set()  # of the import: they end with this process
 
 
 def _reap_descendants() -> None:
     """Kill and reap whatever a probe left behind; orphans are re-parented to this process, their subreaper."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
-        children = [child for child in children if int(child) not in _stuck]
+        children = _children() - _stuck - _own_children
         if not children:
             return
         for child in children:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(child), signal.SIGKILL)
+                os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.002)
+
+
+def _children() -> set[int]:
+    """The children of this process that have not been waited for."""
+    return {int(pid) for pid in read(Path(f"/proc/self/task/{os.getpid()}/children")).split()}
 
 
 def _num_threads() -> int:

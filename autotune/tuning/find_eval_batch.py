@@ -94,7 +94,8 @@ def _try_sizes(search: Search, answer: Config, tried: Sequence[Evaluated], keep:
         took_s = outcome.wall_s
         if outcome.kind is Kind.TIMEOUT and left_s < timeout_s:
             return NO_TIME
-        if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
+        # a neighbour that holds the memory, or a crash, says nothing of a size
+        if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED, Kind.CRASHED) or outcome.crowded:
             return outcome.cause
         keep(_record(size, outcome, fits=outcome.ok and not objective.beyond_memory(outcome)))
     return ""

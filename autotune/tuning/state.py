@@ -6,6 +6,7 @@ A trial begins, the config is probed, and the outcome goes to the study, the his
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -388,7 +389,7 @@ class Search:
             outcome = replace(outcome, cause=cause, bound=flight.hopeless[1])
         self.budget.add_run(outcome, 1 if flight.alone else self.at_once.width)
         if flight.disturbed is not None:
-            self._usual |= {*flight.disturbed.disturbances} & {*outcome.disturbances}
+            self._usual |= _kinds(flight.disturbed) & _kinds(outcome)
             outcome = self._better_of(flight.disturbed, outcome)
         elif self._is_worth_another(flight, outcome):
             flight.disturbed, flight.hopeless = outcome, None
@@ -413,7 +414,7 @@ class Search:
 
     def _is_worth_another(self, flight: Flight, outcome: Outcome) -> bool:
         """Whether to run a disturbed probe again. In the play-off only a crowded one is: more rounds make up for other trouble."""
-        trouble = {*outcome.disturbances} - self._usual or not self.history.objective.is_known(outcome)
+        trouble = _kinds(outcome) - self._usual or not self.history.objective.is_known(outcome)
         disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and trouble)
         return (
             bool(disturbed) and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
@@ -465,6 +466,11 @@ class Search:
     def _give_up(self, flight: Flight, why: str) -> None:
         self.history.running.discard(flight.proposal.config)
         self.store.fail(flight.number, why)
+
+
+def _kinds(outcome: Outcome) -> frozenset[str]:
+    """The disturbances of a process by their words alone: how much of the time each took differs from process to process."""
+    return frozenset(re.sub(r"[\d.,]+", "", text) for text in outcome.disturbances)
 
 
 def _cause(error: BaseException) -> str:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -234,6 +236,44 @@ def test_time_that_a_hypervisor_gave_to_others_counts(tmp_path):
     watch = ProcessorWatch(proc=tmp_path)
     write_ticks(tmp_path, busy=400, stolen=110)
     assert watch.share(1) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("quota", "share"), [(None, 0.7), (4.0, 0.0)])
+def test_what_threads_of_a_container_wait_for_its_own_limit_is_not_contention(tmp_path, monkeypatch, quota, share):
+    """Eight threads on eight processors, of whose time it is granted four: each waits for half of it."""
+    monkeypatch.setattr(linux, "processors", lambda: frozenset(range(8)))
+    monkeypatch.setattr(linux, "processor_quota", lambda: quota)
+    watch = ProcessorWatch(proc=tmp_path)
+    watch._started_s = time.monotonic() - 10.0
+    watch._thread_waits = lambda: dict.fromkeys(map(str, range(8)), 7_000_000_000)
+    watch._processor_time = lambda: watch._used_s + (10.0 * 2.4 if quota is None else 10.0 * 4)
+    assert watch.share(8) == pytest.approx(share, abs=0.01)
+
+
+def test_a_process_is_watched_too_where_python_lacks_the_call(monkeypatch):
+    monkeypatch.delattr(os, "pidfd_open")
+    child = subprocess.Popen(["sleep", "60"])
+    process = linux.open_process(child.pid)
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        assert not poll.poll(0) and not os.get_inheritable(process)
+        child.kill()
+        assert poll.poll(10_000)
+    finally:
+        os.close(process)
+        child.wait()
+    with pytest.raises(ProcessLookupError):
+        linux.open_process(child.pid)
+
+
+def test_where_the_kernel_tells_neither_peaks_nor_kinds_of_memory_what_is_resident_stands_for_them(monkeypatch):
+    """As under gVisor."""
+    status = "Name:\tpython\nVmSize:\t 9000 kB\nVmRSS:\t 3000 kB\nVmData:\t 5000 kB"
+    monkeypatch.setattr(linux, "read", lambda path: status)
+    found = linux.process_memory()
+    assert (found.data_bytes, found.touched_bytes, found.peak_touched_bytes) == (5000 * 1024, 3000 * 1024, 3000 * 1024)
+    assert (found.shared_bytes, found.peak_size_data_bytes) == (0, 5000 * 1024)
 
 
 def test_a_kernel_that_counts_nothing_gives_zero(tmp_path):

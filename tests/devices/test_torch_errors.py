@@ -217,6 +217,7 @@ def test_the_size_that_failed_is_read_from_the_message(message, expected):
             True,
         ),
         (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "), True),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), False),
         (RuntimeError("CUDA error: out of memory"), False),
     ],

@@ -132,6 +132,44 @@ finally:
 """
 
 
+SERVER = """
+import multiprocessing
+import os
+import pathlib
+
+import torch
+
+shared = multiprocessing.get_context("fork").Manager().dict(value=1.0)
+pathlib.Path(r"{folder}/pid").write_text(str(shared._manager._process.pid))
+
+
+def build_model():
+    return torch.nn.Linear(4, 4)
+
+
+def make_batch(batch_size):
+    return torch.full((batch_size, 4), shared["value"])
+
+
+def training_step(model, batch):
+    return model(batch).mean()
+"""
+
+
+def test_what_the_users_module_starts_serves_every_job_and_ends_with_the_last(tmp_path):
+    (tmp_path / "model.py").write_text(SERVER.format(folder=tmp_path))
+    settings = ProbeSettings(memory_limit_bytes=2**33, max_timed_s=0.1, max_warmup_s=0.1, timeout_s=60)
+    with LocalRunner(TaskSource.of(tmp_path / "model.py"), device="cpu", logs=tmp_path / "logs") as runner:
+        outcomes = [runner.probe(techniques.complete({"batch_size": 4}), settings) for _ in range(2)]
+        server = int((tmp_path / "pid").read_text())
+        assert psutil.pid_exists(server)
+    assert [outcome.kind for outcome in outcomes] == [Kind.OK, Kind.OK], outcomes
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(server) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(server)
+
+
 def test_a_killed_process_that_does_not_end_is_left_alone_once_and_holds_up_no_later_one():
     # in a process of its own: reaping kills every child, also the tests' fork server
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True)

@@ -11,6 +11,7 @@ from autotune.records.objective import OBJECTIVES
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.runners.jobs import NotCompared
+from autotune.space import CUT
 from autotune.techniques import find_techniques
 from autotune.tuning.clearance import Clearance
 from autotune.tuning.confirm import SURE_TO_FIT, near_the_best, with_the_simplest
@@ -169,6 +170,26 @@ def test_a_comparison_that_does_not_fit_is_made_with_fewer_samples(tmp_path):
     made = recommender(tmp_path, Short())
     assert Clearance(made).clear(made.history.space.complete({"optimizer_impl": "fused"}))
     assert list(dict.fromkeys(sizes)) == [4, 2, 1]
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_where_random_draws_hide_what_differs_in_micro_batches_the_rest_is_compared_on_the_whole_batch(
+    tmp_path, monkeypatch, noise
+):
+    def compared(clearance, changes, timeout_s):
+        if CUT in changes:
+            return replace(passed_check(), exact=len(changes) == 1, noise=noise)
+        whole.append(changes)
+        return FAILED
+
+    whole = []
+    monkeypatch.setattr(Clearance, "_run", compared)
+    made = recommender(tmp_path, Compared())
+    cut = made.history.space.complete({"batch_size": 1, "amp": "bf16"})
+    clearance = Clearance(made)
+    assert clearance.clear(cut) == (noise == 0.0)
+    assert clearance.is_cleared(cut) == (noise == 0.0)
+    assert set(whole) == (set() if noise == 0.0 else {frozenset({("amp", "bf16")})})
 
 
 def test_each_process_of_a_world_has_a_sample_and_each_micro_batch(tmp_path):

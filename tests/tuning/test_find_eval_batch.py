@@ -171,14 +171,17 @@ def test_an_answer_that_nothing_could_play_against_is_evaluated_too(tmp_path: Pa
     assert not result.confirmed and evaluation(result).eval_batch_size == 48
 
 
-@pytest.mark.parametrize("kind", [Kind.ERROR, Kind.UNSUPPORTED])
-def test_why_there_is_none_is_said_and_the_answer_stays(tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "crowded"), [(Kind.ERROR, False), (Kind.UNSUPPORTED, False), (Kind.CRASHED, False), (Kind.OOM, True)]
+)
+def test_why_there_is_none_is_said_and_the_answer_stays(tmp_path: Path, kind: Kind, crowded: bool) -> None:
     class Failing(Evaluating):
         def evaluated(self, config: Config) -> Outcome:
-            return Outcome(kind=kind, cause="ValueError: no labels", wall_s=0.1)
+            return Outcome(kind=kind, crowded=crowded, cause="ValueError: no labels", wall_s=0.1)
 
     result = searched(tmp_path, Failing(), eval=True)
     assert result.confirmed and evaluation(result).unfinished == "ValueError: no labels"
+    assert not evaluation(result).tried, "nothing is known of the size"
     assert "Not finished: ValueError: no labels" in as_text(answer_sections(result, find_techniques()), width=120)
 
 

@@ -620,6 +620,24 @@ def test_a_resumed_search_knows_which_rounds_of_its_play_off_were_disturbed(tmp_
     assert second.speedup == pytest.approx(first.speedup, rel=0.1)  # the first told what the search had measured
 
 
+def test_where_others_always_work_a_probe_is_run_again_once_and_no_more(tmp_path):
+    class Shared(ClosedFormRunner):
+        """Others hold the processor, for another share of the time in each process."""
+
+        def outcome_of(self, config, settings):
+            outcome = super().outcome_of(config, settings)
+            probed.append(config)
+            text = f"others held the processor for {20 + len(probed)}% of the time"
+            return replace(outcome, measurement=replace(outcome.measurement, disturbances=(text,)))
+
+    probed = []
+    made = make_search(tmp_path, Shared(), budget_s=1000.0)
+    choices = [{"batch_size": size} for size in (4, 2, 1)]
+    for config in map(made.history.space.complete, choices):
+        made.probe(Proposal(config=config))
+    assert [config.batch_size for config in probed] == [4, 4, 2, 1]
+
+
 class Losing(Staged):
     """The baseline does not fit; one config loses to another, which then fails."""
 
