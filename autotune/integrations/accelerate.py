@@ -153,7 +153,7 @@ def _needs_arguments(function: Callable[..., Any]) -> bool:
     except TypeError:
         return True
     except ValueError:  # the arguments of what is not written in Python are not known
-        return False
+        pass
     return False
 
 

@@ -105,8 +105,9 @@ def tune(
         )
     settings, told = choices_of_loop(getattr(loader, "batch_size", None) or 1)
     today = {**choices_of_launcher(), **choices_of_accelerator(), **settings, **(baseline or {})}
-    task = _task_of(model, loader, loss, optimizer, baseline=today)
-    task = replace(task, fixed_accumulation=_STAYS, warnings=(*task.warnings, *told))
+    task = task_of(model, loader, loss, optimizer, baseline=today)
+    # the loop keeps its loader, so what a session's does not have is no matter
+    task = replace(task, fixed_accumulation=_STAYS, warnings=(*data_of(loader)["warnings"], *told))
     if optimizer is None:
         raise TaskError("the optimizer is None; expected the loop's own torch.optim.Optimizer")
     if hasattr(vars(model).get("forward"), _TUNED):
@@ -252,9 +253,30 @@ def task_of(
     optimizer: torch.optim.Optimizer | None,
     **fields: Any,
 ) -> Task:
-    """`Task.from_loader`: of a loop whose loader a session's may take the place of."""
-    task = _task_of(model, loader, loss, optimizer, **fields)
-    return replace(task, warnings=(*task.warnings, *_not_taken_over(loader)))
+    """`Task.from_loader`."""
+    if not isinstance(model, torch.nn.Module):
+        raise TaskError(f"the model is {describe(model)}; expected a torch.nn.Module")
+    for part in (loader, optimizer):
+        if type(part).__module__.startswith("accelerate."):
+            raise TaskError(
+                f"the {type(part).__name__} was prepared by Accelerate; make the task before accelerator.prepare(...)"
+            )
+    live = LiveModel(model, optimizer)
+    criterion = None if loss is None else Criterion(loss)
+    data = data_of(loader)
+    baseline = {**baseline_of(loader), **fields.pop("baseline", {})}
+    made: dict[str, Any] = {
+        "build_model": live.build_model,
+        "training_step": None if criterion is None else criterion.training_step,
+        "loss_weight": criterion.weight if criterion is not None and criterion.ignored is not None else None,
+        "configure_optimizers": None if optimizer is None else live.configure_optimizers,
+        **data,
+        "warnings": (*data["warnings"], *_not_taken_over(loader)),
+        "baseline": baseline,
+        "global_batch": batch_of_all(int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))),
+        "name": type(model).__name__,
+    }
+    return Task(**{**made, **fields})
 
 
 def _not_taken_over(loader: DataLoader[Any]) -> Sequence[str]:
@@ -278,38 +300,6 @@ def _not_taken_over(loader: DataLoader[Any]) -> Sequence[str]:
         f"a session's loader does not have the DataLoader's {', '.join(lost)}; where that matters, train on your own loader, with the "
         "samples of an optimizer step as its batch_size, by session.step(batch)",
     )
-
-
-def _task_of(
-    model: torch.nn.Module,
-    loader: DataLoader[Any],
-    loss: Callable[..., torch.Tensor] | None,
-    optimizer: torch.optim.Optimizer | None,
-    **fields: Any,
-) -> Task:
-    """The task of a loop, whatever loader it goes on with."""
-    if not isinstance(model, torch.nn.Module):
-        raise TaskError(f"the model is {describe(model)}; expected a torch.nn.Module")
-    for part in (loader, optimizer):
-        if type(part).__module__.startswith("accelerate."):
-            raise TaskError(
-                f"the {type(part).__name__} was prepared by Accelerate; make the task before accelerator.prepare(...)"
-            )
-    live = LiveModel(model, optimizer)
-    criterion = None if loss is None else Criterion(loss)
-    data = data_of(loader)
-    baseline = {**baseline_of(loader), **fields.pop("baseline", {})}
-    made: dict[str, Any] = {
-        "build_model": live.build_model,
-        "training_step": None if criterion is None else criterion.training_step,
-        "loss_weight": criterion.weight if criterion is not None and criterion.ignored is not None else None,
-        "configure_optimizers": None if optimizer is None else live.configure_optimizers,
-        **data,
-        "baseline": baseline,
-        "global_batch": batch_of_all(int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))),
-        "name": type(model).__name__,
-    }
-    return Task(**{**made, **fields})
 
 
 def data_of(loader: Any) -> dict[str, Any]:

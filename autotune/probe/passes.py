@@ -142,19 +142,24 @@ class MicroBatches:
 
     def _prepared(self) -> Iterator[tuple[tuple[Any, int], bool]]:
         """The prepared micro batches again and again, as copies where training changes them in place."""
-        prepared, are_changed = _prepare_batches(self._session), False
-        while True:
-            for micro, num_samples in prepared:
-                versions = [version_of(tensor) for tensor in tensors(micro)]
-                started_s = time.perf_counter()
-                given = fresh_copy(micro) if are_changed else micro
-                self.untimed_s += time.perf_counter() - started_s
-                yield (given, num_samples), False
-                if versions != [version_of(tensor) for tensor in tensors(micro)]:
-                    started_s, are_changed = time.perf_counter(), True
-                    prepared = _prepare_batches(self._session)
-                    self.untimed_s += time.perf_counter() - started_s
-                    break
+        prepared = _prepare_batches(self._session)
+        for micro, num_samples in itertools.cycle(prepared):
+            versions = [version_of(tensor) for tensor in tensors(micro)]
+            yield (micro, num_samples), False
+            if versions != [version_of(tensor) for tensor in tensors(micro)]:
+                break
+        with self._untimed():
+            prepared = _prepare_batches(self._session)
+        for micro, num_samples in itertools.cycle(prepared):
+            with self._untimed():
+                given = fresh_copy(micro)
+            yield (given, num_samples), False
+
+    @contextlib.contextmanager
+    def _untimed(self) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self.untimed_s += time.perf_counter() - started_s
 
 
 def _prepare_batches(session: Session) -> list[tuple[Any, int]]:

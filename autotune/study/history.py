@@ -161,6 +161,16 @@ class History:
         return self.known.get(self.space.baseline)
 
     @property
+    def baseline_that_runs(self) -> Outcome | None:
+        """The baseline's outcome where it runs, and its figure is known; None otherwise.
+
+        One that leaves less than the headroom free is no answer, but what every answer is compared with.
+        """
+        outcome, again = self.baseline, self.failed_again.get(self.space.baseline)
+        runs = outcome is not None and outcome.ok and self.objective.is_known(outcome)
+        return outcome if runs and (again is None or again.ok) else None
+
+    @property
     def feasible(self) -> dict[Config, Outcome]:
         """The configs of the space that may be recommended, in the order in which they were probed first."""
         objective, failed = self.objective, self.failed_again

@@ -45,8 +45,8 @@ def finalists_of(search: Search) -> list[Config]:
         return []
     processes_s = [play_off_process_s(config, history.known[config]) for config in others[:MOST_FINALISTS]]
     baseline = history.space.baseline
-    known = history.baseline
-    baseline_s = play_off_process_s(baseline, known) if known is not None and known.ok else 0.0
+    known = history.baseline_that_runs
+    baseline_s = play_off_process_s(baseline, known) if known is not None else 0.0
     num = budget.num_finalists(processes_s, baseline_s)
     best = ranked[others[0]].measurement
     if best is None or history.objective.is_short_of_memory(best.long_run_peak_bytes):
@@ -122,11 +122,9 @@ def overtaken(search: Search, standing: Standing, admit: Callable[[Config], bool
 def _open_play_off(search: Search) -> PlayOff:
     """A play-off that goes on with the rounds of earlier searches of the study."""
     history = search.history
-    baseline, outcome = history.space.baseline, history.baseline
-    # one that runs, and leaves less than the headroom free, is no answer, but what every answer is compared with
-    again = history.failed_again.get(baseline)
-    runs = outcome is not None and outcome.ok and history.objective.is_known(outcome) and (again is None or again.ok)
-    fits = outcome is not None and history.objective.feasible(outcome) and again is None
+    baseline, outcome = history.space.baseline, history.baseline_that_runs
+    runs = outcome is not None
+    fits = outcome is not None and history.objective.feasible(outcome) and baseline not in history.failed_again
     settings = search.budget.paced(search.settings, history)
     settings = settings.replace(
         interval=PLAY_OFF_INTERVAL,

@@ -383,8 +383,9 @@ class PlayOff:
 
     def _is_open(self) -> bool:
         """Whether all who ran have failed, and somebody has yet to run."""
-        left = [bool(entrant.outcomes) for entrant in self._everyone() if not entrant.dropped]
-        return bool(left) and not any(left) and any(entrant.failed for entrant in self._everyone())
+        everyone = self._everyone()
+        left = [bool(entrant.outcomes) for entrant in everyone if not entrant.dropped]
+        return bool(left) and not any(left) and any(entrant.failed for entrant in everyone)
 
     def _drop_losers(self) -> None:
         """Drop the entrants that have lost to the leader, to the baseline, or are slower than the objective allows."""

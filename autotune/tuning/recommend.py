@@ -313,14 +313,8 @@ def _baseline(
     if standing is not None and standing.answer is not None:
         base = standing.baseline
         return (standing.figures[base.config], standing.speedup) if base is not None else (None, None)
-    config, outcome = history.space.baseline, history.baseline
-    again = history.failed_again.get(config)
-    if (
-        outcome is None
-        or not outcome.ok
-        or not history.objective.is_known(outcome)
-        or (again is not None and not again.ok)
-    ):
+    config, outcome = history.space.baseline, history.baseline_that_runs
+    if outcome is None:
         return None, None
     own = _processes(history, config, outcome)
     baseline = measured_by(config, own)

@@ -66,11 +66,17 @@ def test_fp16_that_only_skips_steps_is_not_finite():
 
 
 @pytest.fixture
-def clocked(monkeypatch):
-    """A task whose micro batches take 0.1 s and whose updates take 1 s, by the clock of the measurement alone."""
-    now = [0.0]
+def now(monkeypatch):
+    """The clock of the measurement, in seconds; it stands still unless it is set."""
+    seconds = [0.0]
     for module in (measure, passes):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
+    return seconds
+
+
+@pytest.fixture
+def clocked(now):
+    """A task whose micro batches take 0.1 s and whose updates take 1 s, by the clock of the measurement alone."""
 
     class SlowUpdate(torch.optim.SGD):
         def step(self, closure=None):
@@ -314,46 +320,32 @@ def test_where_loading_takes_far_longer_than_training_a_probe_takes_no_longer_fo
     assert measured.timed_s < 2 and measured.samples_per_s < 100
 
 
-def test_blocks_of_a_warm_up_count_with_the_time_of_loading(monkeypatch):
-    now = [0.0]
-    for module in (measure, passes):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+def loaded_task(now, *, num_samples, load_s, step_s):
+    """Each sample takes so long to load, and each micro step so long, by the clock of the measurement alone."""
 
     class Slow(torch.utils.data.Dataset):
         def __len__(self):
-            return 400
+            return num_samples
 
         def __getitem__(self, place):
-            now[0] += 0.5
+            now[0] += load_s
             return torch.ones(6)
 
     def training_step(model, batch):
-        now[0] += 1.0
+        now[0] += step_s
         return model(batch).mean()
 
-    task = task_of(make_batch=None, train_dataset=Slow, training_step=training_step)
+    return task_of(make_batch=None, train_dataset=Slow, training_step=training_step)
+
+
+def test_blocks_of_a_warm_up_count_with_the_time_of_loading(now):
+    task = loaded_task(now, num_samples=400, load_s=0.5, step_s=1.0)
     measured = run_of(task, {"batch_size": 2}, max_timed_s=5.0, phases=False).measure(0.0)
     assert measured.block_samples_per_s == pytest.approx([1.0] * len(measured.block_samples_per_s))
 
 
-def test_the_smaller_last_batch_of_a_pass_is_no_part_of_the_time(monkeypatch):
-    now = [0.0]
-    for module in (measure, passes):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    class Slow(torch.utils.data.Dataset):
-        def __len__(self):
-            return 7  # one batch of 4, and 3 that are left
-
-        def __getitem__(self, place):
-            now[0] += 0.1
-            return torch.ones(6)
-
-    def training_step(model, batch):
-        now[0] += 0.4
-        return model(batch).mean()
-
-    task = task_of(make_batch=None, train_dataset=Slow, training_step=training_step)
+def test_the_smaller_last_batch_of_a_pass_is_no_part_of_the_time(now):
+    task = loaded_task(now, num_samples=7, load_s=0.1, step_s=0.4)  # one batch of 4, and 3 that are left
     measured = run_of(task, {"batch_size": 4}, max_timed_s=5.0, phases=False).measure(0.0)
     assert measured.samples_per_s == pytest.approx(4 / 0.8)
 
@@ -431,11 +423,7 @@ class Widening(nn.Module):
         return x[:, :3]
 
 
-def test_a_warm_up_step_that_compiles_is_no_slow_step(traced_only, monkeypatch):
-    now = [0.0]
-    for module in (measure, passes):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
+def test_a_warm_up_step_that_compiles_is_no_slow_step(traced_only, monkeypatch, now):
     def training_step(model, batch):
         before = measure.num_graphs()
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
