@@ -243,13 +243,15 @@ def first_timed(monkeypatch, choices, seed, num_samples=320):
     monkeypatch.setattr(Run, "_time", lambda run: (taken.clear(), time_blocks(run))[1])
     task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Positions, training_step=training_step)
     device = open_device("cpu")
-    settings = ProbeSettings(memory_limit_bytes=None, num_samples=num_samples, seed=seed, phases=False)
+    endless = {"max_timed_s": 1e3, "timeout_s": 1e4}  # a stalled machine would end timing before all samples are taken
+    settings = ProbeSettings(memory_limit_bytes=None, num_samples=num_samples, seed=seed, phases=False, **endless)
     Run(prepare(task, choices, device=device), device, settings, lambda progress: None).measure(0.0)
     assert len(taken) >= num_samples
     return taken[:num_samples]
 
 
 def test_probes_of_one_seed_time_the_same_samples(monkeypatch):
+    monkeypatch.setattr(measure, "AHEAD_S", 1e3)
     small, large = {"batch_size": 4, "accumulation_steps": 8}, {"batch_size": 16, "accumulation_steps": 2}
     found = first_timed(monkeypatch, small, seed=1)
     assert found == first_timed(monkeypatch, large, seed=1) != first_timed(monkeypatch, large, seed=2)
