@@ -21,7 +21,7 @@ from autotune.probe.leaks import kept
 from autotune.probe.long_run import LongRun
 from autotune.probe.observers.base import Observers
 from autotune.probe.passes import MicroBatches
-from autotune.probe.timing import MIN_BLOCK_S, MIN_WARMUP_STEPS, Reporter, Timing
+from autotune.probe.timing import MIN_BLOCKS, MIN_WARMUP_STEPS, Reporter, Timing, micro_steps_per_block
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
@@ -29,8 +29,8 @@ from autotune.session import Session
 from autotune.task.batches import StepBatch, fresh_copy
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
-MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
+MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
 # A micro step longer than this is split by phase while it is timed, as to wait for the device in between costs nothing, and what has
 # settled of its warm-up counts: a single block is then long enough to see other work in it.
 LONG_S = 0.3
@@ -337,15 +337,23 @@ class Run:
         typical = self._typical().after(data_s)
         step_s = self._whole_s(typical)
         exact = self.settings.num_steps
-        num_micro = min(config.accumulation_steps, math.ceil(MIN_BLOCK_S / typical.micro_s))
-        by_parts = not exact and self.session.world.size == 1 and step_s > SLICE_ABOVE_S
-        sliced = by_parts and num_micro < config.accumulation_steps
-        steps_per_block = max(1, math.ceil(MIN_BLOCK_S / step_s))
-        is_long = by_parts and typical.micro_s > LONG_S
+        may_slice = not exact and self.session.world.size == 1
+        # whole steps would be more samples than others of the play-off's round take
+        are_many = 0 < self.settings.num_samples < MIN_BLOCKS * self._samples
+        num_micro = micro_steps_per_block(
+            typical.micro_s,
+            step_s,
+            config.accumulation_steps,
+            by_parts=may_slice and (are_many or step_s > SLICE_ABOVE_S),
+        )
+        sliced, steps_per_block = num_micro < config.accumulation_steps, num_micro // config.accumulation_steps
+        is_long = may_slice and typical.micro_s > LONG_S
         phases: dict[str, float] = {}
         if is_long:
             self._count_settled(typical.update_s, data_s)
         self._observers.start()
+        # parts follow one another within a step: the first one makes the gradients, the others add to them, which takes longer
+        num_taken, update_s = 0, typical.update_s
         num_whole = 0
         is_done = False
         while not is_done:
@@ -357,12 +365,17 @@ class Run:
                 micro_s = (step_s - update_s) / config.accumulation_steps
                 blocks.add(self._samples / step_s, micro_s + update_s, num_samples=config.batch_size)
             elif sliced:
+                block_s = 0.0
+                if num_taken >= config.accumulation_steps:
+                    block_s, num_taken = self._clock(self._update), 0
+                    update_s = block_s
                 slice_s = self._clock(lambda: self._accumulate_part(self._take(num_micro)), num_micro)
-                update_s = self._clock(self._update)
+                num_taken += num_micro
+                block_s += slice_s
                 full_s = slice_s * config.accumulation_steps / num_micro + update_s
                 blocks.add(
                     self._samples / full_s,
-                    slice_s + update_s,
+                    block_s,
                     num_samples=num_micro * config.batch_size,
                     starts=self._micro_batches.num_starts - starts_before,
                 )
@@ -380,6 +393,8 @@ class Run:
             self._observe(self._observers.sample)
             is_done = self._timing.is_done(num_whole, self._spent_s)
         self._observers.end()
+        if num_taken:
+            self._clear_gradients()
         return phases
 
     def _count_settled(self, update_s: float, data_s: float) -> None:

@@ -36,6 +36,20 @@ def is_warm(step_s: Sequence[float]) -> bool:
     return abs(now - before) < WARM_DIFFERENCE * before
 
 
+def micro_steps_per_block(micro_s: float, step_s: float, accumulation_steps: int, *, by_parts: bool) -> int:
+    """Micro steps of a block: those of an optimizer step, of several short ones, or a part of those of one.
+
+    Args:
+        micro_s: seconds of a micro step.
+        step_s: seconds of an optimizer step, of so many micro steps and an update.
+        by_parts: whether a step is timed by its parts, where each of them is long enough.
+    """
+    of_part = math.ceil(MIN_BLOCK_S / micro_s)
+    if by_parts and of_part < accumulation_steps:
+        return of_part
+    return accumulation_steps * max(1, math.ceil(MIN_BLOCK_S / step_s))
+
+
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Distribution-free 95 % interval of the median, from order statistics.
 

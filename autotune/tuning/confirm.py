@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 
 from autotune.devices import capabilities_of
+from autotune.probe.timing import OVERTIME
 from autotune.proposers.cost_model import CostModel
 from autotune.records.config import Config, ProbeSettings
 from autotune.records.objective import Objective
@@ -15,11 +16,11 @@ from autotune.records.outcome import Outcome
 from autotune.records.study import PLAY_OFF, Proposal
 from autotune.study.figures import unrest
 from autotune.study.history import History
-from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS, play_off_process_s
+from autotune.tuning.budget import FEWEST_ROUNDS, MOST_FINALISTS, WANTED_ROUNDS, play_off_process_s
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.evidence import Searched
 from autotune.tuning.one_device import invite_one_device
-from autotune.tuning.playoff import CLOSE, MIN_ROUNDS, RISK, PlayOff
+from autotune.tuning.playoff import CLOSE, MIN_ROUNDS, RISK, SHORTEST_TIMED_S, PlayOff
 from autotune.tuning.state import Search
 from autotune.units import plural
 
@@ -140,7 +141,9 @@ def _open_play_off(search: Search) -> PlayOff:
 
     def timed_s() -> float:
         assert search.play_off is not None
-        return search.play_off.timed_s(settings.max_timed_s, same_samples=same_samples)
+        affordable_s = search.play_off.affordable_timed_s(search.budget.free_s, WANTED_ROUNDS)
+        longest_s = max(SHORTEST_TIMED_S, min(affordable_s, OVERTIME * settings.max_timed_s))
+        return search.play_off.timed_s(longest_s, same_samples=same_samples)
 
     @functools.cache
     def settings_of(number: int) -> ProbeSettings:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from statistics import fmean, geometric_mean
+from statistics import fmean, geometric_mean, variance
 from typing import Any
 
+from autotune.probe.timing import MIN_BLOCKS, OVERTIME, micro_steps_per_block
 from autotune.records.config import BATCH_KEYS, Config
-from autotune.records.measured import NORMAL_95
 from autotune.records.objective import Objective
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.study import PLAY_OFF, Trial
 from autotune.study.figures import unrest
 from autotune.study.history import find_excused
@@ -212,34 +212,49 @@ class PlayOff:
         """Seconds to time a process for, so that the answer becomes as sure as it can for its cost.
 
         Short where processes differ, long where blocks within one do: the square root of overhead times the variance
-        within over that between (Kalibera and Jones, Rigorous benchmarking in reasonable time, ISMM 2013, section 5).
+        within over that between (Kalibera and Jones, Rigorous benchmarking in reasonable time, ISMM 2013, section 5). In the first
+        rounds the search's probes tell the variance within, and equal processes are taken to differ as before any were seen.
 
         Args:
             same_samples: whether all processes of a round time the same samples. Blocks then differ in the same way in all of them,
                 for the most part: at most half of the variance between processes is taken to come from blocks.
         """
-        found = [outcome for entrant in self._everyone() for outcome in entrant.outcomes.values()]
-        timed = [(o.running_s - o.measurement.timed_s, o.measurement) for o in found if o.measurement]
-        if not timed or len(self._rounds) < MIN_ROUNDS - 1:
+        everyone = self._everyone()
+        if len(self._rounds) >= MIN_ROUNDS - 1:
+            found = [outcome for entrant in everyone for outcome in entrant.outcomes.values()]
+        else:
+            found = [entrant.probe for entrant in everyone if entrant.probe is not None]
+        timed = [(o, m) for o in found if (m := o.measurement) and len(m.block_samples_per_s) > 1 and not m.cut_short]
+        if not timed:
             return min(SHORTEST_TIMED_S, longest_s)
-        overhead_s = fmean(seconds for seconds, _ in timed)
-        within = fmean(
-            ((m.samples_per_s_high - m.samples_per_s_low) / 2 / NORMAL_95 / m.samples_per_s) ** 2 * m.timed_s
-            for _, m in timed
-        )
+        overhead_s = fmean(o.running_s - m.timed_s - m.explained_s - m.growth_s for o, m in timed)
+        within = fmean(_block_variance(m) * m.timed_s for _, m in timed)
         all_together, mean_timed_s = self.evidence(samples_per_s).std ** 2, fmean(m.timed_s for _, m in timed)
         if same_samples:
             within = min(within, all_together * mean_timed_s / 2)
         between = max(all_together - within / mean_timed_s, 1e-3 * all_together)
         return min(max(math.sqrt(max(0.0, overhead_s) * within / between), SHORTEST_TIMED_S), longest_s)
 
+    def affordable_timed_s(self, left_s: float, num_rounds: int) -> float:
+        """Seconds that each process may be timed for, so that so many rounds, those that were played among them, end in time.
+
+        Args:
+            left_s: seconds for the rest of them, or for one more where so many were played.
+        """
+        playing = [entrant for entrant in self._everyone() if not entrant.dropped]
+        round_s = left_s / max(1, num_rounds - len(self._rounds))
+        return (round_s - sum(entrant.wall_s - _timed_s(entrant) for entrant in playing)) / max(1, len(playing))
+
     def num_samples(self, timed_s: float) -> int:
         """The samples that each process of a round takes, so that one of mean speed takes `timed_s`, and the fastest no less than the
-        shortest time.
+        shortest time. No process has to take more for its blocks to be enough, unless the slowest were timed far longer for that.
         """
-        latest = (one.latest() for one in self._everyone() if not one.dropped)
-        speeds = [found.measurement.samples_per_s for found in latest if found and found.measurement]
-        return math.ceil(max(timed_s * geometric_mean(speeds), SHORTEST_TIMED_S * max(speeds)))
+        latest = ((one.config, one.latest()) for one in self._everyone() if not one.dropped)
+        found = [(config, outcome.measurement) for config, outcome in latest if outcome and outcome.measurement]
+        speeds = [measured.samples_per_s for _, measured in found]
+        blocks = MIN_BLOCKS * max(_samples_per_block(config, measured) for config, measured in found)
+        enough = min(blocks, OVERTIME * timed_s * min(speeds))
+        return math.ceil(max(timed_s * geometric_mean(speeds), SHORTEST_TIMED_S * max(speeds), enough))
 
     @property
     def _base(self) -> Entrant | None:
@@ -504,6 +519,24 @@ class PlayOff:
 
         chosen = min(tied, key=cost)
         return None if chosen is base else chosen
+
+
+def _block_variance(measured: Measurement) -> float:
+    """The variance of a process's speed that its blocks tell, as a share of the speed, squared."""
+    speeds = measured.block_samples_per_s
+    return variance(speeds) / fmean(speeds) ** 2 / len(speeds)
+
+
+def _timed_s(entrant: Entrant) -> float:
+    """Seconds that the last process of an entrant was timed, or that its first one will be at least."""
+    last = entrant.ran[-1].measurement if entrant.ran else None
+    return SHORTEST_TIMED_S if last is None else last.timed_s
+
+
+def _samples_per_block(config: Config, measured: Measurement) -> int:
+    """The samples of a block of a process that runs alone."""
+    steps, step_s = config.accumulation_steps, measured.step_s
+    return config.batch_size * micro_steps_per_block(step_s / steps, step_s, steps, by_parts=True)
 
 
 def _about(told: float, found: Ratio) -> Ratio:

@@ -15,8 +15,8 @@ from torch.backends import mkldnn
 from autotune import Task
 from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
-from autotune.probe import measure
 from autotune.probe.measure import Run
+from autotune.probe.timing import MIN_BLOCK_S
 from autotune.records.config import ProbeSettings
 from autotune.session import prepare
 from tests.devices.processes import in_process
@@ -77,7 +77,7 @@ def leak_a_small_tensor_and_keep_a_block_for_each_shape(batch):
     keep_a_block_for_each_shape(batch)
 
 
-def run(keep, num_lengths=200, batch_size=1, sample_s=measure.MIN_BLOCK_S, num_steps=20, has_own_memory=False):
+def run(keep, num_lengths=200, batch_size=1, sample_s=MIN_BLOCK_S, num_steps=20, has_own_memory=False):
     """What a probe tells where `keep` takes note of each batch, and how many samples each batch had."""
     sizes = []
 

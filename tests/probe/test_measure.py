@@ -1,6 +1,7 @@
 """A probe's run in this process: what it makes of warm-up steps, scalers, and micro batches without a label."""
 
 import contextlib
+import dataclasses
 import math
 import time
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
-from autotune.probe import measure, passes
+from autotune.probe import measure, passes, timing
 from autotune.probe.long_run import LongRun
 from autotune.probe.measure import NonFiniteError, Run, is_finite
 from autotune.probe.passes import TooFewSamplesError
@@ -119,13 +120,33 @@ def test_what_has_settled_of_the_warm_up_of_a_long_micro_step_is_timed(clocked, 
     assert measured.samples_per_s == pytest.approx(2 * accumulation_steps / (0.1 * accumulation_steps + 1.0))
     after_the_cycle = max(0, accumulation_steps - 4)
     assert len(measured.block_samples_per_s) == 2 + after_the_cycle
-    assert measured.num_steps == 4 + (after_the_cycle > 0)  # three to be warm, and one with all observers
+    # three to be warm, and one with all observers, unless that is a part of a step
+    assert measured.num_steps == 3 + (after_the_cycle > 0) + (accumulation_steps == 1)
 
 
 def test_nothing_of_the_warm_up_counts_where_something_is_watched_for_some_seconds(clocked, monkeypatch):
     monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(clocked, CONFIG, max_timed_s=2.0, min_timed_s=2.0).measure(0.0)
-    assert measured.timed_s >= 2.0 and len(measured.block_samples_per_s) == measured.num_steps - 4
+    assert measured.timed_s >= 2.0
+    assert len(measured.block_samples_per_s) == 1 + 9  # a step split by phase, and a part of another until its update
+
+
+def test_a_part_of_a_step_adds_to_the_gradients_of_the_parts_before_it(clocked, now):
+    def training_step(model, batch):
+        now[0] += 0.1 if model.weight.grad is None else 0.2
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    clocked = dataclasses.replace(clocked, training_step=training_step)
+    measured = run_of(clocked, CONFIG, max_timed_s=5.0).measure(0.0)
+    assert measured.step_s == pytest.approx(0.1 + 7 * 0.2 + 1.0, rel=0.05)
+
+
+def test_a_step_is_timed_by_its_parts_where_whole_steps_would_take_more_samples_than_asked_for(clocked, monkeypatch):
+    monkeypatch.setattr(measure, "SLICE_ABOVE_S", 10.0)
+    whole, parts = (run_of(clocked, CONFIG, num_samples=number, max_timed_s=60.0).measure(0.0) for number in (96, 20))
+    assert len(whole.block_samples_per_s) == 6
+    assert len(parts.block_samples_per_s) == 20 / 2
+    assert [parts.samples_per_s, whole.samples_per_s] == pytest.approx([TRUE_SPEED, TRUE_SPEED])
 
 
 def test_a_long_micro_step_is_split_by_phase_while_it_is_timed(clocked, monkeypatch):
@@ -158,7 +179,7 @@ def test_micro_batches_without_a_label_do_not_make_an_accumulating_config_nonfin
 
     monkeypatch.setattr(measure, "SLICE_ABOVE_S", slices_above_s)
     monkeypatch.setattr(measure, "LONG_S", slices_above_s)
-    monkeypatch.setattr(measure, "MIN_BLOCK_S", 1e-6)
+    monkeypatch.setattr(timing, "MIN_BLOCK_S", 1e-6)
     own = {
         "training_step": training_step,
         "loss_weight": lambda batch: float((batch[1] != -100).sum()),
@@ -250,7 +271,7 @@ def trained_and_drawn(num_lengths, **settings):
         batch.mul_(2)  # as code does that pops the labels off a batch
         return model.weight.sum() * batch.mean()
 
-    samples = [torch.ones(1 + place % num_lengths) for place in range(400)]
+    samples = [torch.ones(1).expand(1 + place % num_lengths) for place in range(4000)]
     task = task_of(make_batch=None, train_dataset=lambda: samples, training_step=training_step)
     known = {"known_peak_bytes": 2**50, "known_long_run_peak_bytes": 2**50}
     run = run_of(task, {"batch_size": 1}, phases=False, **known, **settings)
@@ -274,7 +295,7 @@ def test_where_it_is_known_that_shapes_do_not_recur_a_few_that_do_by_chance_are_
 
 
 def test_shapes_that_never_come_again_are_timed_as_they_are():
-    trained, drawn, num_met = trained_and_drawn(400)
+    trained, drawn, num_met = trained_and_drawn(4000)
     assert num_met == 0 and trained == drawn
 
 

@@ -6,7 +6,16 @@ from statistics import median
 
 import pytest
 
-from autotune.probe.timing import LATE, MIN_BLOCKS, Blocks, Timing, is_warm, median_interval, rate_interval
+from autotune.probe.timing import (
+    LATE,
+    MIN_BLOCKS,
+    Blocks,
+    Timing,
+    is_warm,
+    median_interval,
+    micro_steps_per_block,
+    rate_interval,
+)
 from autotune.records.config import ProbeSettings
 
 
@@ -24,6 +33,25 @@ def test_steps_that_still_get_faster_are_not_warm():
 
 def test_one_slow_step_does_not_keep_a_settled_run_cold():
     assert is_warm([1.0, 1.0, 9.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("micro_s", "accumulation_steps", "by_parts", "count"),
+    [
+        (0.001, 4, True, 4 * 13),  # several short steps
+        (0.01, 8, True, 5),
+        (0.01, 4, True, 8),
+        (0.1, 8, True, 1),  # a part of a long one
+        (0.02, 32, True, 3),
+        (0.1, 8, False, 8),
+        (0.4, 1, True, 1),
+    ],
+)
+def test_a_block_is_long_enough_for_the_clock_and_no_longer_than_it_has_to_be(
+    micro_s, accumulation_steps, by_parts, count
+):
+    found = micro_steps_per_block(micro_s, accumulation_steps * micro_s, accumulation_steps, by_parts=by_parts)
+    assert found == count
 
 
 def test_the_interval_of_six_values_is_their_range():

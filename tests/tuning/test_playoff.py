@@ -13,7 +13,7 @@ from autotune.records.study import PLAY_OFF, Trial
 from autotune.study.figures import ratio_interval
 from autotune.techniques import find_techniques
 from autotune.tuning.entrant import Entrant
-from autotune.tuning.evidence import Searched
+from autotune.tuning.evidence import PRIOR_STD, Searched
 from autotune.tuning.guest import NUM_ROUNDS, Guest
 from autotune.tuning.playoff import MAX_ROUNDS, MIN_ROUNDS, SHORTEST_TIMED_S, WIDE, PlayOff
 from tests.closed_form import measurement
@@ -581,24 +581,62 @@ def test_a_machine_that_is_always_disturbed_gets_an_answer():
     assert disturbed_in(range(100)).answer.config == config(8)
 
 
+def timed_for_a_second(candidate, speed, within, overhead_s=1.0):
+    """A process timed for a second, whose two blocks tell a speed with this standard error."""
+    found = replace(measurement(candidate, speed, 500 * MIB), timed_s=1.0)
+    blocks = (speed * (1 - within), speed * (1 + within))
+    return Outcome(
+        kind=Kind.OK, measurement=replace(found, block_samples_per_s=blocks), wall_s=found.timed_s + overhead_s
+    )
+
+
 def timed_after(between, within, overhead_s, same_samples=False):
     """How long a process is timed, after a few rounds with this noise between processes and within a second of one."""
     generator, speeds = random.Random(0), {config(8): 150.0, BASE: 100.0}
 
     def run(candidate, number):
         speed = speeds[candidate] * (1 + between * generator.gauss(0, 1))
-        found = measurement(candidate, speed, 500 * MIB)
-        low, high = speed * (1 - 1.96 * within), speed * (1 + 1.96 * within)
-        found = replace(found, samples_per_s_low=low, samples_per_s_high=high, timed_s=1.0)
-        return Outcome(kind=Kind.OK, measurement=found, wall_s=1.0 + overhead_s)
+        return timed_for_a_second(candidate, speed, within, overhead_s)
 
     made = PlayOff(Entrant(BASE), run, OBJECTIVE, seed=0)
     made.enter(Entrant(config(8)))
-    assert made.timed_s(10.0) == SHORTEST_TIMED_S
+    assert made.timed_s(10.0) == SHORTEST_TIMED_S  # nothing has run
     made.play(lambda seconds, number: number < 8)
-    assert made.num_samples(2.0) == pytest.approx(2 * math.sqrt(150.0 * 100.0), rel=5 * between)
-    assert made.num_samples(0.1) == pytest.approx(SHORTEST_TIMED_S * 150.0, rel=5 * between)
+    assert made.num_samples(6.0) == pytest.approx(6 * math.sqrt(150.0 * 100.0), rel=5 * between)
     return made.timed_s(10.0, same_samples=same_samples)
+
+
+def unplayed(base, candidate, **settings):
+    """A play-off of a config and the baseline before its first round, with their processes in the search."""
+    made = PlayOff(Entrant(BASE, probe=base, **settings), lambda candidate, number: None, OBJECTIVE, seed=0)
+    made.enter(Entrant(config(8), probe=candidate, **settings))
+    return made
+
+
+def test_before_processes_were_seen_to_differ_the_probes_tell_how_long_to_time():
+    unequal = unplayed(*(timed_for_a_second(one, 100.0, 0.08) for one in (BASE, config(8))))
+    equal = unplayed(*(timed_for_a_second(one, 100.0, 0.01) for one in (BASE, config(8))))
+    assert unequal.timed_s(10.0) == pytest.approx(math.sqrt(0.08**2 / (PRIOR_STD**2 - 0.08**2)))
+    assert unequal.timed_s(0.7) == 0.7
+    assert equal.timed_s(10.0) == SHORTEST_TIMED_S
+
+
+def test_a_process_is_timed_no_longer_than_leaves_time_for_the_wanted_rounds():
+    run = timed_for_a_second(BASE, 100.0, 0.08)
+    made = unplayed(run, run, wall_s=1.0 + SHORTEST_TIMED_S)
+    assert made.affordable_timed_s(20.0, 5) == pytest.approx(20.0 / 5 / 2 - 1.0)
+    assert made.affordable_timed_s(5.0, 5) < 0
+
+
+def test_all_processes_of_a_round_take_as_many_samples_as_the_blocks_of_each_need():
+    large, small = config(24), config(8)  # of 96 samples a step
+    made = PlayOff(
+        Entrant(large, probe=timed_for_a_second(large, 100.0, 0.1)), lambda candidate, number: None, OBJECTIVE, seed=0
+    )
+    made.enter(Entrant(small, probe=timed_for_a_second(small, 160.0, 0.1)))
+    assert made.num_samples(0.5) == math.ceil(2 * 0.5 * 100.0)  # six blocks of 24 would take the slower one too long
+    assert made.num_samples(0.8) == 6 * 24
+    assert made.num_samples(2.0) == math.ceil(2.0 * math.sqrt(100.0 * 160.0))
 
 
 def test_processes_are_short_where_they_differ_and_long_where_their_blocks_do():
