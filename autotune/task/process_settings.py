@@ -6,10 +6,20 @@ How many threads torch has belongs to a machine, so it goes by the environment o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from autotune.lazy import torch
+
+_REDUCTIONS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+_OPERATORS = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
@@ -21,35 +31,40 @@ def read_settings() -> dict[str, Any]:
     """
     found = dict[str, Any]()
     for name, (read, _) in _settings().items():
-        try:
+        with contextlib.suppress(RuntimeError):
             found[name] = read()
-        except RuntimeError:
-            continue
     return found
 
 
 def apply_settings(asked: Mapping[str, Any]) -> None:
-    """Set in this process what differs from it."""
-    here = read_settings()
+    """Set in this process what differs from it, one after the other: to set one may set others."""
     for name, (_, write) in _settings().items():
-        if name in asked and here.get(name) != asked[name]:
+        if name in asked and read_settings().get(name) != asked[name]:
             write(asked[name])
 
 
 def _settings() -> dict[str, _Setting]:
-    cudnn, attention = torch.backends.cudnn, torch.backends.cuda
-    return {
+    cuda = torch.backends.cuda
+    settings: dict[str, _Setting] = {
         "default_dtype": (
             lambda: str(torch.get_default_dtype()).removeprefix("torch."),
             lambda name: torch.set_default_dtype(getattr(torch, name)),
         ),
         "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "float32_matmul_precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        "cudnn.allow_tf32": (lambda: cudnn.allow_tf32, lambda value: setattr(cudnn, "allow_tf32", value)),
-        "cudnn.benchmark": (lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value)),
-        "cudnn.deterministic": (lambda: cudnn.deterministic, lambda value: setattr(cudnn, "deterministic", value)),
-        "flash_attention": (attention.flash_sdp_enabled, attention.enable_flash_sdp),
-        "memory_efficient_attention": (attention.mem_efficient_sdp_enabled, attention.enable_mem_efficient_sdp),
-        "plain_attention": (attention.math_sdp_enabled, attention.enable_math_sdp),
-        "cudnn_attention": (attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp),
+        "flash_attention": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "memory_efficient_attention": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "plain_attention": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+        "cudnn_attention": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
     }
+    attributes = [f"cudnn.{name}" for name in ("allow_tf32", "benchmark", "deterministic")]
+    attributes += [f"cuda.matmul.{name}" for name in _REDUCTIONS if hasattr(cuda.matmul, name)]
+    if hasattr(cuda.matmul, "fp32_precision"):  # torch 2.9 and later
+        attributes += [f"{operator}.fp32_precision" for operator in _OPERATORS]
+    return settings | {path: _attribute(path) for path in attributes}
+
+
+def _attribute(path: str) -> _Setting:
+    """An attribute of `torch.backends`."""
+    owner, name = path.rsplit(".", 1)
+    return lambda: attrgetter(path)(torch.backends), partial(setattr, attrgetter(owner)(torch.backends), name)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autotune.task.loading import load_source
 from autotune.task.process_settings import apply_settings, read_settings
 from autotune.task.source import TaskSource
 
+BY_OPERATOR = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.9 and later
 OTHERS = {
     "default_dtype": "float64",
     "deterministic": 1,
@@ -27,15 +29,27 @@ OTHERS = {
     "memory_efficient_attention": False,
     "plain_attention": False,
     "cudnn_attention": False,
+    "cuda.matmul.allow_fp16_reduced_precision_reduction": False,
+    "cuda.matmul.allow_bf16_reduced_precision_reduction": False,
 }
-SET_BY_BACKEND = """
-import json, torch
+if hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"):
+    OTHERS["cuda.matmul.allow_fp16_accumulation"] = True
+READ = """
+import json, sys, torch
 from autotune.task.process_settings import apply_settings, read_settings
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-found = read_settings()
-apply_settings(found)
-print(json.dumps(found), torch.backends.cuda.matmul.fp32_precision)
+apply_settings(json.loads(sys.argv[1]))
+exec(sys.argv[2])
+print(json.dumps(read_settings()))
 """
+
+
+def settings_of_a_process(given: dict[str, Any], code: str = "") -> dict[str, Any]:
+    """What a process reads that was given settings, and has run some code since."""
+    command = [sys.executable, "-c", READ, json.dumps(given), code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +63,10 @@ def _own_settings() -> Iterator[None]:
 
 def test_what_is_read_after_it_was_set_is_what_was_asked_for() -> None:
     before = read_settings()
-    assert before.keys() == OTHERS.keys() and not [name for name in OTHERS if before[name] == OTHERS[name]]
+    others = {name for name in before if not name.endswith("fp32_precision")}  # which follow from what is older
+    assert others == OTHERS.keys() and not [name for name in OTHERS if before[name] == OTHERS[name]]
     apply_settings(json.loads(json.dumps(OTHERS)))
-    assert read_settings() == OTHERS
+    assert {name: value for name, value in read_settings().items() if name in others} == OTHERS
     assert torch.zeros(()).dtype == torch.float64 and torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cuda.flash_sdp_enabled()
 
@@ -62,13 +77,21 @@ def test_what_was_not_read_stays_as_it_is() -> None:
     assert torch.get_float32_matmul_precision() == "medium" and torch.backends.cudnn.benchmark
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9 has none")
-def test_a_setting_that_torch_refuses_to_tell_is_left_out() -> None:
-    done = subprocess.run([sys.executable, "-c", SET_BY_BACKEND], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    told, precision = done.stdout.rsplit(" ", 1)
-    assert "float32_matmul_precision" not in json.loads(told) and "cudnn.benchmark" in json.loads(told)
-    assert precision.strip() == "tf32"
+@pytest.mark.skipif(not BY_OPERATOR, reason="torch before 2.9 has none")
+def test_what_was_set_for_a_kind_of_operator_travels_where_torch_refuses_to_tell_the_precision_of_all() -> None:
+    code = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.cudnn.rnn.fp32_precision = 'ieee'"
+    found = settings_of_a_process({}, code)
+    assert "float32_matmul_precision" not in found and "cudnn.allow_tf32" not in found and "cudnn.benchmark" in found
+    assert (found["cuda.matmul.fp32_precision"], found["cudnn.rnn.fp32_precision"]) == ("tf32", "ieee")
+    assert settings_of_a_process(found) == found
+
+
+@pytest.mark.skipif(not BY_OPERATOR, reason="torch before 2.9 has none")
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_what_was_set_for_all_is_set_so_again(precision: str) -> None:
+    found = settings_of_a_process({}, f"torch.set_float32_matmul_precision('{precision}')")
+    assert found["float32_matmul_precision"] == precision
+    assert settings_of_a_process(found) == found
 
 
 def test_a_task_built_in_python_brings_its_scripts_settings_to_another_process(tmp_path: Path) -> None:
