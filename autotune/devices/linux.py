@@ -29,7 +29,6 @@ from typing import TypeVar
 import psutil
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PIDFD_OPEN = 434  # on every architecture
 PROC, ROOT = Path("/proc"), Path("/")
 DISTURBED = 0.1  # where others held more than this share of the time, a measurement may be wrong
 _UNLIMITED = 2**62  # v1 writes the largest multiple of the page size for "no limit"
@@ -89,23 +88,6 @@ def process_memory() -> ProcessMemory:
         shared_bytes=shared,
         peak_size_data_bytes=status.get("VmPeak", status["VmSize"]) - (status["VmSize"] - status["VmData"]),
     )
-
-
-def open_process(pid: int) -> int:
-    """A descriptor of a process, which is readable once that has ended. The caller closes it.
-
-    Python has `os.pidfd_open` only where the headers that it was built with know the call, which those of conda's 3.11 do not.
-
-    Raises:
-        OSError: there is no such process, or the system knows no such call (Linux has it since 5.3).
-    """
-    if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
-    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_OPEN, pid, 0))
-    if descriptor < 0:
-        raise OSError(number := ctypes.get_errno(), os.strerror(number))
-    os.set_inheritable(descriptor, False)
-    return descriptor
 
 
 def descendants(proc: Path = PROC) -> Iterator[int]:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from autotune.devices.linux import end_with_parent, kernel_oom_kills, open_process, read
+from autotune.devices.linux import end_with_parent, kernel_oom_kills, read
+from autotune.runners.ended import has_ended, open_process
 from autotune.runners.ranks import answer_file, group_file, question_file, rank_file
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -72,8 +73,8 @@ def _guarded(greeting: dict[str, Any], connection: socket.socket) -> Iterator[No
         os._exit(0)
     if not (guard := os.fork()):
         os.close(connection.detach())
-        _has_ended(importing, None)
-        if _has_ended(search, _DEATH_S):
+        has_ended(importing, None)
+        if has_ended(search, _DEATH_S):
             shutil.rmtree(greeting["folder"], ignore_errors=True)
         os._exit(0)
     for process in (search, importing):
@@ -82,13 +83,6 @@ def _guarded(greeting: dict[str, Any], connection: socket.socket) -> Iterator[No
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the user's module may have waited for it
         os.kill(guard, signal.SIGKILL)
         os.waitpid(guard, 0)
-
-
-def _has_ended(process: int, timeout_s: float | None) -> bool:
-    """Whether a process, given by its descriptor, ends in time."""
-    poll = select.poll()
-    poll.register(process, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
 
 class Inbox:
@@ -124,7 +118,7 @@ class Inbox:
         )  # a search that stops its supervisor waits for that with half of the socket open
         if poll.poll(0):
             shutil.rmtree(self._folder, ignore_errors=True)
-        for child in _own_children:
+        for child in _own_children & _children():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         os._exit(0)  # a thread that the user's module started would keep the interpreter alive
@@ -411,7 +405,7 @@ def _reap(pid: int) -> int | None:
     """The status of a process that was killed; None where it does not end, stuck in a driver. It is left alone from then on."""
     process = open_process(pid)
     try:
-        if not _has_ended(process, _GIVE_UP_S):
+        if not has_ended(process, _GIVE_UP_S):
             _stuck.add(pid)
             return None
     finally:

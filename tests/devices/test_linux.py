@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -248,23 +246,6 @@ def test_what_threads_of_a_container_wait_for_its_own_limit_is_not_contention(tm
     watch._thread_waits = lambda: dict.fromkeys(map(str, range(8)), 7_000_000_000)
     watch._processor_time = lambda: watch._used_s + (10.0 * 2.4 if quota is None else 10.0 * 4)
     assert watch.share(8) == pytest.approx(share, abs=0.01)
-
-
-def test_a_process_is_watched_too_where_python_lacks_the_call(monkeypatch):
-    monkeypatch.delattr(os, "pidfd_open")
-    child = subprocess.Popen(["sleep", "60"])
-    process = linux.open_process(child.pid)
-    try:
-        poll = select.poll()
-        poll.register(process, select.POLLIN)
-        assert not poll.poll(0) and not os.get_inheritable(process)
-        child.kill()
-        assert poll.poll(10_000)
-    finally:
-        os.close(process)
-        child.wait()
-    with pytest.raises(ProcessLookupError):
-        linux.open_process(child.pid)
 
 
 def test_where_the_kernel_tells_neither_peaks_nor_kinds_of_memory_what_is_resident_stands_for_them(monkeypatch):
