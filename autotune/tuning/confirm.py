@@ -79,6 +79,7 @@ def confirm(
     taken = (*playing, search.history.space.baseline)
     waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # lazily: to admit takes time
     keep_s = (1 - share) * max(0.0, search.budget.free_s)
+    play_off.left_s = lambda: search.budget.free_s - keep_s
 
     def has_time(round_s: float, number: int) -> bool:
         pays = number < MIN_ROUNDS or any(
@@ -141,8 +142,8 @@ def _open_play_off(search: Search) -> PlayOff:
 
     def timed_s() -> float:
         assert search.play_off is not None
-        affordable_s = search.play_off.affordable_timed_s(search.budget.free_s, WANTED_ROUNDS)
-        longest_s = max(SHORTEST_TIMED_S, min(affordable_s, OVERTIME * settings.max_timed_s))
+        longest_s = min(search.play_off.affordable_timed_s(WANTED_ROUNDS), OVERTIME * settings.max_timed_s)
+        longest_s = max(SHORTEST_TIMED_S, longest_s)
         return search.play_off.timed_s(longest_s, same_samples=same_samples)
 
     @functools.cache

@@ -49,6 +49,9 @@ class PlayOff:
         baseline_may_win: False where the baseline is not what the user fixed, or leaves less than the headroom free; then it plays
             only to be compared with.
         guest: is measured in the first rounds that have time for it; None for none.
+
+    Attributes:
+        left_s: returns the seconds that are left for its rounds, by which a process is timed for longer or shorter.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class PlayOff:
     ) -> None:
         self.baseline = baseline
         self.guest = guest
+        self.left_s: Callable[[], float] = lambda: 0.0
         self.entrants: list[Entrant] = []
         self.objective = objective
         self._run, self._ended = run, ended
@@ -235,15 +239,19 @@ class PlayOff:
         between = max(all_together - within / mean_timed_s, 1e-3 * all_together)
         return min(max(math.sqrt(max(0.0, overhead_s) * within / between), SHORTEST_TIMED_S), longest_s)
 
-    def affordable_timed_s(self, left_s: float, num_rounds: int) -> float:
-        """Seconds that each process may be timed for, so that so many rounds, those that were played among them, end in time.
-
-        Args:
-            left_s: seconds for the rest of them, or for one more where so many were played.
+    def affordable_timed_s(self, num_rounds: int) -> float:
+        """Seconds that each process may be timed for, so that so many rounds of this search, those that were played among them, end in
+        time. No round is given more than half of the time that is left: it may take longer than it is reckoned to.
         """
         playing = [entrant for entrant in self._everyone() if not entrant.dropped]
-        round_s = left_s / max(1, num_rounds - len(self._rounds))
-        return (round_s - sum(entrant.wall_s - _timed_s(entrant) for entrant in playing)) / max(1, len(playing))
+        left_s = self.left_s() - (0.0 if self.guest is None else self.guest.num_missing * self.guest.wall_s)
+        round_s = left_s / max(2, num_rounds - len(self._rounds))
+        return (round_s - sum(entrant.wall_s - self._timed_s(entrant) for entrant in playing)) / max(1, len(playing))
+
+    def _timed_s(self, entrant: Entrant) -> float:
+        """Seconds that the last process of an entrant was timed, or that its first one in this search will be at least."""
+        last = next((o for n, o in reversed(entrant.outcomes.items()) if o.ok and n >= self._first_round), None)
+        return SHORTEST_TIMED_S if last is None or last.measurement is None else last.measurement.timed_s
 
     def num_samples(self, timed_s: float) -> int:
         """The samples that each process of a round takes, so that one of mean speed takes `timed_s`, and the fastest no less than the
@@ -525,12 +533,6 @@ def _block_variance(measured: Measurement) -> float:
     """The variance of a process's speed that its blocks tell, as a share of the speed, squared."""
     speeds = measured.block_samples_per_s
     return variance(speeds) / fmean(speeds) ** 2 / len(speeds)
-
-
-def _timed_s(entrant: Entrant) -> float:
-    """Seconds that the last process of an entrant was timed, or that its first one will be at least."""
-    last = entrant.ran[-1].measurement if entrant.ran else None
-    return SHORTEST_TIMED_S if last is None else last.timed_s
 
 
 def _samples_per_block(config: Config, measured: Measurement) -> int:

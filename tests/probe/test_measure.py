@@ -120,25 +120,48 @@ def test_what_has_settled_of_the_warm_up_of_a_long_micro_step_is_timed(clocked, 
     assert measured.samples_per_s == pytest.approx(2 * accumulation_steps / (0.1 * accumulation_steps + 1.0))
     after_the_cycle = max(0, accumulation_steps - 4)
     assert len(measured.block_samples_per_s) == 2 + after_the_cycle
-    # three to be warm, and one with all observers, unless that is a part of a step
-    assert measured.num_steps == 3 + (after_the_cycle > 0) + (accumulation_steps == 1)
+    assert measured.num_steps == 4 + (after_the_cycle > 0)  # three to be warm, and one with all observers
 
 
 def test_nothing_of_the_warm_up_counts_where_something_is_watched_for_some_seconds(clocked, monkeypatch):
     monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(clocked, CONFIG, max_timed_s=2.0, min_timed_s=2.0).measure(0.0)
-    assert measured.timed_s >= 2.0
-    assert len(measured.block_samples_per_s) == 1 + 9  # a step split by phase, and a part of another until its update
+    assert measured.timed_s >= 2.0 and len(measured.block_samples_per_s) == measured.num_steps - 4
 
 
-def test_a_part_of_a_step_adds_to_the_gradients_of_the_parts_before_it(clocked, now):
+@pytest.mark.parametrize("long_s", [measure.LONG_S, 0.05])
+@pytest.mark.parametrize("cut_short", [False, True])
+def test_a_part_of_an_accumulating_step_adds_to_gradients_that_are_there(clocked, now, monkeypatch, long_s, cut_short):
     def training_step(model, batch):
         now[0] += 0.1 if model.weight.grad is None else 0.2
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
+    monkeypatch.setattr(measure, "LONG_S", long_s)
     clocked = dataclasses.replace(clocked, training_step=training_step)
-    measured = run_of(clocked, CONFIG, max_timed_s=5.0).measure(0.0)
-    assert measured.step_s == pytest.approx(0.1 + 7 * 0.2 + 1.0, rel=0.05)
+    settings = {"slowest_samples_per_s": 1e12} if cut_short else {}
+    measured = run_of(clocked, CONFIG, max_timed_s=5.0, **settings).measure(0.0)
+    assert measured.step_s == pytest.approx(8 * 0.2 + 1.0)
+    assert measured.growth_bytes_per_step == 0
+
+
+def test_a_sparse_gradient_is_made_anew_for_each_part_of_a_step(monkeypatch):
+    """To add to one makes it longer, which would look like a leak."""
+    monkeypatch.setattr(measure, "SLICE_ABOVE_S", 0.0)
+    monkeypatch.setattr(timing, "MIN_BLOCK_S", 1e-6)
+    lengths = []
+
+    def training_step(model, batch):
+        grad = model[0].weight.grad
+        lengths.append(0 if grad is None else grad._nnz())
+        return model(batch).square().mean()
+
+    task = task_of(
+        build_model=lambda: nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Linear(4, 2)),
+        make_batch=lambda n: torch.zeros(n, dtype=torch.long),
+        training_step=training_step,
+    )
+    run_of(task, {"batch_size": 2, "accumulation_steps": 8}, max_timed_s=0.05, phases=False).measure(0.0)
+    assert lengths[-6:] == [0] * 6
 
 
 def test_a_step_is_timed_by_its_parts_where_whole_steps_would_take_more_samples_than_asked_for(clocked, monkeypatch):

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -621,11 +622,32 @@ def test_before_processes_were_seen_to_differ_the_probes_tell_how_long_to_time()
     assert equal.timed_s(10.0) == SHORTEST_TIMED_S
 
 
-def test_a_process_is_timed_no_longer_than_leaves_time_for_the_wanted_rounds():
+@pytest.mark.parametrize(
+    ("left_s", "num_rounds", "timed_s"),
+    [(20.0, 5, 20.0 / 5 / 2 - 1.0), (20.0, 1, 20.0 / 2 / 2 - 1.0), (5.0, 5, 5.0 / 5 / 2 - 1.0)],
+)
+def test_a_process_is_timed_no_longer_than_leaves_time_for_the_wanted_rounds_and_for_one_that_takes_twice_as_long(
+    left_s, num_rounds, timed_s
+):
     run = timed_for_a_second(BASE, 100.0, 0.08)
     made = unplayed(run, run, wall_s=1.0 + SHORTEST_TIMED_S)
-    assert made.affordable_timed_s(20.0, 5) == pytest.approx(20.0 / 5 / 2 - 1.0)
-    assert made.affordable_timed_s(5.0, 5) < 0
+    made.left_s = lambda: left_s
+    assert made.affordable_timed_s(num_rounds) == pytest.approx(timed_s)
+
+
+def test_how_long_processes_of_an_earlier_search_were_timed_says_nothing_of_how_long_they_take_now():
+    run = timed_for_a_second(BASE, 100.0, 0.08)
+    made = unplayed(run, run, wall_s=1.0 + SHORTEST_TIMED_S, outcomes={-1: run})
+    made.left_s = lambda: 20.0
+    assert made.affordable_timed_s(5) == pytest.approx(20.0 / 5 / 2 - 1.0)
+
+
+def test_what_is_kept_for_one_device_is_not_spent_on_longer_processes():
+    run = timed_for_a_second(BASE, 100.0, 0.08)
+    made = unplayed(run, run, wall_s=1.0 + SHORTEST_TIMED_S)
+    made.guest = SimpleNamespace(num_missing=2, wall_s=3.0)
+    made.left_s = lambda: 20.0
+    assert made.affordable_timed_s(5) == pytest.approx((20.0 - 6.0) / 5 / 2 - 1.0)
 
 
 def test_all_processes_of_a_round_take_as_many_samples_as_the_blocks_of_each_need():
