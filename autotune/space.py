@@ -212,7 +212,15 @@ class Space:
         """How many combinations of choices there are, which is an upper bound on the number of configs."""
         return math.prod(len(choices) for choices in self.in_reach.values())
 
-    @property
+    def combination(self, number: int) -> Config:
+        """One of the combinations of choices, completed. Several may make the same config, or one that the space does not contain."""
+        chosen = dict[str, Choice]()
+        for name, choices in self.in_reach.items():
+            number, place = divmod(number, len(choices))
+            chosen[name] = choices[place]
+        return self.complete(chosen)
+
+    @cached_property
     def in_reach(self) -> dict[str, tuple[Choice, ...]]:
         """The choices that some config may have; of the batch sizes only those that the accumulation allows."""
         found = dict(self.choices)

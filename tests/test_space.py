@@ -48,6 +48,12 @@ def test_the_space_holds_every_combination_once():
     assert len(configs) == len(set(configs)) == 12 * 3 * 5 * 2
 
 
+def test_the_combinations_of_choices_are_numbered():
+    space = space_of()
+    found = [space.combination(number) for number in range(space.num_combinations)]
+    assert set(filter(space.contains, found)) == set(space)
+
+
 def test_what_does_not_apply_is_not_searched():
     assert "channels_last" not in distributions_of(space_of())
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -130,6 +130,8 @@ class Layout:
         width: of a sample in a micro batch of a size, in any unit; the same for all where it is not given.
         compute: what computing in a type does to the term of that name, where it is better known than a technique expects.
         said: what other studies say of parameters.
+        probed: configs that may have choices which the space has not: it has one alone of what the user fixed, and none that failed
+            its comparison with plain fp32.
     """
 
     def __init__(
@@ -139,11 +141,13 @@ class Layout:
         width: Callable[[int], float] = lambda batch_size: 1.0,
         compute: Mapping[str, Factor] = MappingProxyType({}),
         said: Mapping[Parameter, Sequence[Said]] = MappingProxyType({}),
+        probed: Iterable[Config] = (),
     ) -> None:
         self.terms = terms
         self.space = space
+        self._choices = _choices_of(space, [space.baseline, *probed])
         self._width = functools.cache(width)
-        self._searched = [name for name, choices in space.choices.items() if len(choices) > 1]
+        self._searched = [name for name, choices in self._choices.items() if len(choices) > 1]
         self._reach = dict.fromkeys(self._searched, LITTLE)
         self._untraced: dict[tuple[str, Choice], float] = {}
         self._position: dict[tuple[str, Choice], list[tuple[int, int]]] = {}  # (term, parameter) of each choice
@@ -155,7 +159,7 @@ class Layout:
             if name in BATCH_KEYS:  # acts through the terms' scales
                 continue
             technique = space.techniques[name]
-            active = [choice for choice in space.choices[name] if choice != technique.off]
+            active = [choice for choice in self._choices[name] if choice != technique.off]
             expected = [space.expectation(technique, choice) for choice in active]
             known = [compute.get(technique.arithmetic(choice)) for choice in active]
             expected = [replace(e, compute=k) if k else e for e, k in zip(expected, known, strict=True)]
@@ -195,7 +199,7 @@ class Layout:
         untraced = np.zeros((len(configs), len(self._untraced)))
         switches = list(self._untraced)
         for column, name in enumerate(self._searched):
-            choices = self.space.choices[name]
+            choices = self._choices[name]
             number_of = {choice: number for number, choice in enumerate(choices)}
             numbers = np.array([number_of.get(row[name], -1) for row in rows], dtype=int)
             last = max(1, len(choices) - 1) if self.space.techniques.is_ordered(name) else 1  # a scale is from 0 to 1
@@ -240,6 +244,18 @@ class Layout:
         """The kernel's diagonal."""
         sizes = residual.trend**2 * a.octaves**2 + residual.bend**2
         return np.asarray(residual.sizes**2 * sizes + residual.groups**2 * (residual.group**2 + residual.own**2))
+
+
+def _choices_of(space: Space, configs: Iterable[Config]) -> dict[str, tuple[Choice, ...]]:
+    """The choices of each technique that the space has or a config has, in the technique's order."""
+    found = dict(space.choices)
+    for name in found.keys() - BATCH_KEYS:
+        known = space.techniques[name].choices
+        place = {choice: number for number, choice in enumerate(known)}
+        every = dict.fromkeys((*found[name], *(config[name] for config in configs)))
+        if len(every) > len(found[name]):
+            found[name] = tuple(sorted(every, key=lambda choice: place.get(choice, len(known))))
+    return found
 
 
 def _nearness(a: Design, b: Design) -> Array:

@@ -194,9 +194,15 @@ class _Job:
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
-        """The smallest and the largest batch size to trace."""
+        """The smallest and the largest batch size to trace.
+
+        Raises:
+            TraceError: there is one size alone, which does not tell what memory grows by.
+        """
         most = None if self.task.make_batch is not None else dataset_size(self.task.dataset())
-        sample_bytes = self.tracer.input_bytes(2) / 2 if most is None or most > 1 else float(self.tracer.input_bytes(1))
+        if most == 1:
+            raise TraceError("the training set has a single sample, and memory is traced with batches of two sizes")
+        sample_bytes = self.tracer.input_bytes(2) / 2
         return traced_sizes(max(self.plan.batch_sizes, default=1), sample_bytes=sample_bytes, most=most)
 
     def _traced_as(self, group: Group) -> Group:

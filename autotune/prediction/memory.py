@@ -239,7 +239,7 @@ class _Traced:
         failed: PeakBytes,
     ) -> None:
         self._peak_of, self._line, self._outside_of = peak_of, line, outside_of
-        self._layout = Layout(TERMS, space)
+        self._layout = Layout(TERMS, space, probed=[config for config, _ in (*measured, *failed)])
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
         exact = self._seen_of(measured)
         out_of_memory = [
@@ -316,7 +316,8 @@ class _Traced:
 
 def _least_bytes(outcome: Outcome) -> int:
     """What a config needs at the least that ran out of memory, or was killed; 0 where that is not known."""
-    attempted = outcome.peak_bytes + outcome.attempted_bytes if outcome.kind is Kind.OOM else 0
+    on_device = outcome.kind is Kind.OOM and not outcome.on_host
+    attempted = outcome.peak_bytes + outcome.attempted_bytes if on_device else 0
     return max(attempted, outcome.bound.peak_bytes_low if outcome.bound else 0)
 
 
@@ -330,7 +331,8 @@ class _Untraced:
             config, least = min(failed, key=lambda pair: pair[1])
             seen = [Observation(config=config, value=self._log(config, least) + BEYOND, noise=BEYOND_STD)]
         self._any = bool(seen)
-        self._model = CostModel(Layout(TERMS, space), RESIDUAL, SCALES, seen)
+        layout = Layout(TERMS, space, probed=[config for config, _ in (*measured, *failed)])
+        self._model = CostModel(layout, RESIDUAL, SCALES, seen)
         for config, least in failed:
             self._model = self._model.with_bound(config, self._log(config, least))
 

@@ -19,6 +19,7 @@ from autotune.prediction.cost import Probes
 from autotune.prediction.pooling import Learned, Parameter, Said
 from autotune.prediction.time import TERMS, TimeModel
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice, Config
+from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Measurement, Outcome
 from autotune.records.priors import PriorStudy, PriorTrial
 from autotune.space import Space
@@ -60,16 +61,18 @@ class Taught:
     Attributes:
         lessons: the most alike first.
         techniques: those of the search.
+        objective: the search's.
     """
 
     lessons: tuple[Lesson, ...] = ()
     techniques: Techniques = field(default_factory=lambda: Techniques(()))
+    objective: str = Throughput.name
 
     @staticmethod
-    def by(lessons: Sequence[Lesson], techniques: Techniques) -> Taught:
+    def by(lessons: Sequence[Lesson], techniques: Techniques, objective: str = Throughput.name) -> Taught:
         """By the most alike of these studies."""
         alike = sorted((one for one in lessons if one.likeness >= LEAST), key=lambda one: -one.likeness)
-        return Taught(tuple(alike[:MOST_STUDIES]), techniques)
+        return Taught(tuple(alike[:MOST_STUDIES]), techniques, objective)
 
     @property
     def chance_to_hold(self) -> float:
@@ -92,11 +95,15 @@ class Taught:
 
     @cached_property
     def first(self) -> First | None:
-        """The most alike study's best config; None where no study is alike enough."""
+        """The most alike study's best config; None where no study is alike enough.
+
+        Of a study with another objective it is the fastest, if that is what this search is for, and none otherwise.
+        """
         for lesson in self.lessons:
-            trials = lesson.study.trials
-            best = lesson.study.answer or max(trials, key=lambda trial: trial.speed).config
-            if lesson.likeness >= FIRST_LEAST:
+            trials, agrees = lesson.study.trials, lesson.study.objective == self.objective
+            best = lesson.study.answer if agrees else {}
+            if lesson.likeness >= FIRST_LEAST and (agrees or self.objective == Throughput.name):
+                best = best or max(trials, key=lambda trial: trial.speed).config
                 choices = {n: c for n, c in best.items() if n in self.techniques or n == BATCH_SIZE}
                 return First(choices, next((one.speed for one in trials if one.config == best and one.speed), None))
         return None

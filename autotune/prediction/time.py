@@ -103,10 +103,12 @@ class TimeModel:
         measured = [(config, o.measurement) for config, o in probes if o.measurement is not None]
         seen = [_observation(config, found) for config, found in measured if 0 < found.samples_per_s < math.inf]
         self._seen = [observation.config for observation in seen]
-        self._model = CostModel(Layout(terms, space, width, compute), RESIDUAL, SCALES, seen)
+        probed = [config for config, _ in probes]
+        self._model = CostModel(Layout(terms, space, width, compute, probed=probed), RESIDUAL, SCALES, seen)
         self.holds = False
         if said and seen:
-            taught, plain = CostModel(Layout(terms, space, width, compute, said), RESIDUAL, SCALES, seen), self._model
+            taught = CostModel(Layout(terms, space, width, compute, said, probed), RESIDUAL, SCALES, seen)
+            plain = self._model
             odds = (
                 taught.log_evidence(plain) - plain.log_evidence(plain) + math.log(chance_to_hold / (1 - chance_to_hold))
             )

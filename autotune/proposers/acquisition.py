@@ -93,7 +93,8 @@ class Acquisition:
         self.leave_one_out = self.pace.leave_one_out()
         self.memory = memory
         self.seen = dict(probes)
-        self.shortages = sum(outcome.kind is Kind.OOM and not outcome.crowded for outcome in self.seen.values())
+        ran_out = [outcome for outcome in self.seen.values() if outcome.kind is Kind.OOM]
+        self.shortages = sum(not (outcome.crowded or outcome.on_host) for outcome in ran_out)
         self.speed_weight, self.memory_weight = objective.speed_weight, objective.memory_weight
         self._seed = seed
         self._setup_s, self._probe_s, self._blame = setup_s, probe_s, blame

@@ -49,7 +49,7 @@ class OptunaProposer:
         self._sampler = _MAKERS[name](seed)
         self._study: optuna.Study | None = None
         self._space: Space | None = None
-        self._num_told = 0
+        self._told_numbers: set[int] = set()
         self._best_score: float | None = None
         self._num_since_better = 0
 
@@ -82,9 +82,12 @@ class OptunaProposer:
         if self._study is None or self._space is not space:
             optuna.logging.set_verbosity(optuna.logging.ERROR)
             self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
-            self._space, self._num_told = space, 0
+            self._space, self._told_numbers = space, set()
         trials, objective, worst = history.searched, history.objective, history.worst_score
-        for trial in trials[self._num_told :]:
+        for trial in trials:  # another search's may come before those that were told
+            if trial.number in self._told_numbers:
+                continue
+            self._told_numbers.add(trial.number)
             infeasibility = objective.infeasibility(trial.outcome)
             # the trial may have a choice of an earlier search that this space lacks
             with contextlib.suppress(ValueError):
@@ -95,7 +98,6 @@ class OptunaProposer:
                     constraints={"infeasibility": infeasibility},
                 )
                 self._study.add_trial(told)
-        self._num_told = len(trials)
         return self._study
 
 

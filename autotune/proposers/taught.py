@@ -24,7 +24,7 @@ class StartWhereOthersEnded:
             return None
         space, admissible = history.space, history.admissible()
         config = space.snap(first.choices)
-        tried = (*history.known, *history.running)
+        tried = (*history.known, *history.in_flight)
         if any(config.has_techniques_of(other) for other in tried if other != space.baseline) or config in tried:
             return None
         sizes = sorted(

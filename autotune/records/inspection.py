@@ -22,6 +22,9 @@ class LossKind(StrEnum):
     MEAN_SQUARED_ERROR = "mean squared error"
 
 
+STEP_SAMPLES = 2  # of the step that an inspection takes, if no other number is the only legal one
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer(Record):
     """Layers of one kind and shape.
@@ -175,7 +178,7 @@ class Inspection(Record):
             user's module, a CUDA context.
         communicators: what it holds beside that once it trains together with others.
         step_s: seconds of the inspection's training step, the first of its process; None where none was taken.
-        step_samples: samples of that step: 2, or the baseline's batch where a step of two samples fails.
+        step_samples: samples of that step: two, or the baseline's batch where a step of two samples fails.
         shortage: how that step ran out of memory; empty where it did not.
         comparable: whether a config's gradients can be compared with plain fp32's.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
@@ -195,7 +198,7 @@ class Inspection(Record):
     outside_bytes: int
     communicators: Communicators = NO_COMMUNICATORS
     step_s: float | None = None
-    step_samples: int = 2
+    step_samples: int = STEP_SAMPLES
     shortage: str = ""
     comparable: bool = True
     coupling: Coupling | None = None

@@ -17,6 +17,7 @@ from typing import Self
 from autotune.records.config import BATCH_KEYS, Choice
 from autotune.records.formats import Record
 from autotune.records.inspection import ModelSignature
+from autotune.records.objective import Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import Result
 from autotune.records.study import Fingerprint, SearchFacts, Trial
@@ -156,6 +157,7 @@ class PriorStudy(Record):
         name: the task's name and a mark that tells the study from others of it.
         baseline: its config; `space`: technique -> choices that were searched.
         answer: the config of the answer; empty where there was none.
+        objective: what it is the best in.
         searched_at: when the last search began, in UTC.
     """
 
@@ -166,6 +168,7 @@ class PriorStudy(Record):
     answer: dict[str, Choice]
     searched_at: str
     trials: tuple[PriorTrial, ...]
+    objective: str = Throughput.name
 
     @classmethod
     def of(cls, facts: SearchFacts, trials: Iterable[Trial], answer: Result | None, searched_at: str) -> Self | None:
@@ -185,6 +188,7 @@ class PriorStudy(Record):
             baseline=facts.baseline_config,
             space=facts.space,
             answer=answer.config if answer is not None else {},
+            objective=facts.objective,
             searched_at=searched_at,
             trials=tuple(_beside(config.as_dict(), outcome, baseline) for config, outcome in searched.items()),
         )

@@ -276,7 +276,7 @@ class History:
                 and not (too_large and config.batch_size >= too_large.get(_without_batch(config), math.inf))
                 and not hangs.rules_out(config)
                 and not cannot_be(config)
-                and self.setup_s(config) <= max(0.0, setup_left_s)
+                and (config == self.space.baseline or self.setup_s(config) <= max(0.0, setup_left_s))
                 and self.space.contains(config)
             )
 

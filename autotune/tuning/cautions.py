@@ -101,8 +101,10 @@ def _baseline_unsaid(answer: Answer) -> Iterator[str]:
     )
 
 
-def _other_batch(answer: Answer) -> Iterator[str]:
-    old, new = answer.search.history.space.baseline.samples_per_step, answer.config.samples_per_step
+def other_batch(answer: Answer) -> Iterator[str]:
+    """That a step of the answer takes other samples than one of the baseline, where no global batch is given."""
+    space = answer.search.history.space
+    old, new = (config.plan_in(space.world).samples_per_step for config in (space.baseline, answer.config))
     if answer.search.inspection.global_batch is None and new != old:
         yield BATCH_RULES.format(samples=plural(new, "sample"), old=old, linear=new / old, root=(new / old) ** 0.5)
 
@@ -269,7 +271,7 @@ RULES: tuple[Rule, ...] = (
     _earlier_answer,
     _not_compared,
     _baseline_unsaid,
-    _other_batch,
+    other_batch,
     _notes_of_techniques,
     _growing_memory,
     _faster_but_growing,

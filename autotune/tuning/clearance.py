@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune.records.check import Check, Comparison
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, Choice, Config
+from autotune.records.inspection import STEP_SAMPLES
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CheckJob, NotCompared
 from autotune.runners.runner import ProbeFault
@@ -208,9 +209,11 @@ class Clearance:
         settings = search.settings.replace(timeout_s=min(timeout_s + search.history.setup_s(config), left_s))
         small = not search.inspection.facts.has_batchnorm  # statistics of a few samples make any rounding look large
         size = CHECK_BATCH_SIZE if small else min(BATCHNORM_BATCH_SIZE, search.history.space.baseline.samples_per_step)
-        # fewer samples may be an error, and more may not fit
-        if search.inspection.step_samples > CHECK_BATCH_SIZE or (search.inspection.shortage and small):
-            size = search.inspection.step_samples
+        inspection = search.inspection
+        # another number may be an error, and more may not fit
+        if inspection.step_samples != STEP_SAMPLES or (inspection.shortage and small):
+            size = inspection.step_samples
+        size = min(size, inspection.facts.dataset_size or size)
 
         def within(limit_bytes: int) -> Check | Outcome | NotCompared:
             limited = settings.replace(memory_limit_bytes=limit_bytes)

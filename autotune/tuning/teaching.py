@@ -42,11 +42,15 @@ def recall(
     taught = NOTHING_TAUGHT
     if options.like is not None:
         given = prior_of(options.like)
-        taught = Taught.by([Lesson(given, here.likeness(given.circumstances, same_model=True))], techniques)
+        taught = Taught.by(
+            [Lesson(given, here.likeness(given.circumstances, same_model=True))], techniques, options.objective
+        )
     elif store is not None and not options.no_priors and here.signature is not None:
         own = name_of(inspection.facts.name, known)
         others = [study for study in store.studies() if not (is_resumed and study.name == own)]
-        taught = Taught.by([Lesson(study, here.likeness(study.circumstances)) for study in others], techniques)
+        taught = Taught.by(
+            [Lesson(study, here.likeness(study.circumstances)) for study in others], techniques, options.objective
+        )
     return with_known_setups(inspection, taught, here.device), taught
 
 

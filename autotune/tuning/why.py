@@ -112,9 +112,11 @@ def limiting(
             "per optimizer step would amortise it."
         )
     batches = [probe for probe in probed if differ(probe.config, answer) == ["batch_size"]]
-    smaller = [probe for probe in batches if probe.config.batch_size < answer.batch_size]
+    next_smaller = max((p.config.batch_size for p in batches if p.config.batch_size < answer.batch_size), default=0)
+    smaller = [probe for probe in batches if probe.config.batch_size == next_smaller]
     larger = [probe for probe in batches if probe.config.batch_size > answer.batch_size]
-    growing = any(found.samples_per_s > GROWING * speed for speed in _speeds(smaller))
+    grows_by = GROWING ** math.log2(answer.batch_size / next_smaller) if smaller else math.inf
+    growing = any(found.samples_per_s > grows_by * speed for speed in _speeds(smaller))
     if growing and any(objective.does_not_fit(probe.outcome) for probe in larger):
         usable = format_bytes(objective.usable_bytes)
         return f"Memory: throughput still rises with the batch size, and a larger batch does not fit in {usable}."
@@ -145,7 +147,7 @@ def _speeds(probed: Sequence[Trial]) -> list[float]:
     return [outcome.measurement.samples_per_s for outcome in calm if outcome.measurement]
 
 
-def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> str:
+def no_fit(probed: Sequence[Trial], objective: Objective, predicted: str = "") -> str:
     """Why nothing was feasible, by how much, and what to try.
 
     Args:
@@ -155,9 +157,13 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
         return "; ".join(filter(None, (predicted, "no config was tried in the time there was: give a larger --budget")))
     failed = [probe.outcome for probe in probed]
     kinds = {outcome.kind for outcome in failed if outcome.kind is not Kind.UNSUPPORTED}
-    over = [outcome.measurement.long_run_peak_bytes for outcome in failed if outcome.measurement]
+    ran = [outcome.measurement for outcome in failed if outcome.measurement]
+    limit_bytes = objective.memory_limit_bytes
+    if fits := [found for found in ran if found.long_run_peak_bytes <= objective.usable_bytes]:
+        return _why_not_even_so(fits, objective)
+    over = [found.long_run_peak_bytes for found in ran]
     if over:
-        grows = any(outcome.measurement.long_run_growth_bytes for outcome in failed if outcome.measurement)
+        grows = any(found.long_run_growth_bytes for found in ran)
         later = " in a long run" if grows else ""
         return (
             f"the smallest config that ran needs {format_bytes(min(over))}{later}, "
@@ -183,6 +189,21 @@ def no_fit(probed: Sequence[Trial], limit_bytes: int, predicted: str = "") -> st
         )
     )
     return f"no config finished a probe ({listed}); `autotune probe` runs one and shows its log"
+
+
+def _why_not_even_so(fits: Sequence[Measurement], objective: Objective) -> str:
+    """Why nothing is feasible although some configs took less than the usable memory."""
+    fastest = max(found.samples_per_s for found in fits)
+    if (needed := objective.least_samples_per_s) is not None and fastest < needed:
+        return (
+            f"the fastest config that fits trains {fastest:.3g} samples/s; expected at least {needed:.3g}, {objective.kept_speed:.0%} of "
+            f"the baseline's, which --objective {objective.name} keeps; fix or exclude less, or take another objective"
+        )
+    return (
+        f"the smallest config that ran takes {format_bytes(min(found.long_run_peak_bytes for found in fits))}, and even so the device's "
+        f"allocator found no room in {format_bytes(objective.memory_limit_bytes)} before it had emptied its cache; raise --memory-limit, "
+        "or make the model or the sample smaller"
+    )
 
 
 def never_ran(probed: Sequence[Trial], baseline: Config) -> dict[str, tuple[Outcome, ...]]:
@@ -363,7 +384,7 @@ def nothing(history: History, cost_model: CostModel, inspection: Inspection, ref
         return unknown
     left = cost_model.propose(history)
     need = _least_need(history, cost_model, [left.config] if left is not None else [])
-    reasons = [no_fit(tried, objective.memory_limit_bytes, need)]
+    reasons = [no_fit(tried, objective, need)]
     is_whole = space.stays_whole and space.baseline.accumulation_steps == 1
     if tried and is_whole and all(objective.does_not_fit(trial.outcome) for trial in tried):
         reasons.append(

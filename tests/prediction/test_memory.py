@@ -161,6 +161,17 @@ def test_what_a_loaders_workers_hold_is_not_expected_of_configs_without_them() -
     assert found is not None and found.peak_bytes < OUTSIDE_BYTES + 12 * MIB
 
 
+def test_what_the_host_had_too_little_for_says_nothing_of_the_devices_memory(space: Space) -> None:
+    config = space.complete({"batch_size": 8})
+    failed, outcome = ran_out(config, 2**30, attempted_bytes=20 * 2**30)
+    found = [
+        traced(space, [ran(space.baseline), *probes]).estimate(config)
+        for probes in ([], [(failed, replace(outcome, on_host=True))], [(failed, outcome)])
+    ]
+    before, on_host, on_device = (estimate.peak_bytes for estimate in found if estimate is not None)
+    assert before == on_host < on_device
+
+
 def test_running_out_of_memory_where_it_was_expected_changes_little(space: Space) -> None:
     config = space.complete({"batch_size": 48})
     expected = traced(space).estimate(config)

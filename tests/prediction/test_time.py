@@ -76,6 +76,18 @@ def test_a_probe_narrows_its_own_interval_most(space: Space) -> None:
     assert found.low < 70 < found.high and found.log_std < 0.03 < other.log_std
 
 
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_choice_that_the_space_lacks_is_not_taken_for_another(fixed: bool) -> None:
+    """It has bf16 alone where the user fixed it, and not any more where it failed its comparison with plain fp32."""
+    space = build_space(inspection(), find_techniques(), fix={"amp": "bf16"} if fixed else {})[0]
+    plain, fast = space.baseline, space.baseline.replace(amp="bf16")
+    left = space if fixed else space.without("amp", {"bf16"})
+    model = TimeModel(left, [ran(plain, 100.0), ran(fast, 200.0)])
+    larger = (one.replace(batch_size=8, accumulation_steps=12) for one in (plain, fast))
+    slow, quick = (found.samples_per_s for found in model.estimate(list(larger)))
+    assert quick > 1.3 * slow
+
+
 def test_a_probe_of_one_group_teaches_the_others(space: Space) -> None:
     known = [ran(space.baseline, 50.0), ran(space.complete({"amp": "bf16"}), 41.0)]
     both = space.complete({"amp": "bf16", "optimizer_impl": "fused", "checkpoint_segments": 2})

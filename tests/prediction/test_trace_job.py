@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from autotune.prediction.traces import Traces
+from autotune.prediction.job import trace_plan
+from autotune.prediction.traces import Traces, plan_traces
 from autotune.runners.local import LocalRunner
+from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 
@@ -48,6 +51,17 @@ def test_every_group_of_a_space_is_traced_once_and_every_config_of_it_is_known(p
     assert traces.failures == {}
     assert len(traces.models) == len(traces.updates) == 2
     assert all(traces.peak(config, find_techniques()) is not None for config in configs)
+
+
+def test_a_training_set_of_one_sample_cannot_be_traced_and_that_is_said(tmp_path):
+    task = Task(
+        build_model=lambda: torch.nn.Linear(3, 2),
+        train_dataset=lambda: [torch.ones(3)],
+        training_step=lambda model, batch: model(batch).mean(),
+    )
+    plan = plan_traces([techniques.complete({"batch_size": 1, "accumulation_steps": 1})], techniques)
+    failed = [found["traces"]["failures"] for found in trace_plan(task, plan, "cpu") if "traces" in found]
+    assert failed and all("a single sample" in str(failures) and "fault" not in str(failures) for failures in failed)
 
 
 def test_a_group_whose_trace_crashes_and_the_others_are_told_apart(prober):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from autotune.proposers.taught import OnOwnJudgement
+from autotune.proposers.taught import OnOwnJudgement, StartWhereOthersEnded
 from autotune.records.config import Config
 from autotune.records.study import Proposal
+from autotune.tuning.explore import measure_baseline
+from tests.closed_form import ClosedFormRunner, make_search
 
 
 def config(batch_size: int) -> Config:
@@ -76,3 +80,20 @@ def test_what_was_lent_counts_from_where_it_would_have_been_probed() -> None:
 
 def test_what_it_shows_not_to_fit_is_not_probed() -> None:
     assert proposed(OWN, OWN) == LEANER
+
+
+def test_what_another_search_of_the_study_runs_is_not_tried_at_a_smaller_batch(tmp_path: Path) -> None:
+    search = make_search(tmp_path, ClosedFormRunner())
+    measure_baseline(search)
+    lent = search.history.space.complete({"amp": "bf16", "batch_size": 8})
+    cost_model: Any = SimpleNamespace(
+        taught=SimpleNamespace(
+            first=SimpleNamespace(choices={"amp": "bf16", "batch_size": 8}),
+            lessons=[SimpleNamespace(study=SimpleNamespace(name="some"))],
+        ),
+        is_likely_to_fit=lambda history, config: True,
+    )
+    proposal = StartWhereOthersEnded(cost_model).propose(search.history)
+    assert proposal is not None and proposal.config == lent
+    search.history.catch_up(search.history.trials, frozenset({lent}))
+    assert StartWhereOthersEnded(cost_model).propose(search.history) is None

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.records.config import Config, World
+from autotune.records.inspection import Support
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.records.study import Trial
@@ -54,6 +55,17 @@ def history(*trials):
     for number, one in enumerate(trials):
         made.append(replace(one, number=number))
     return made
+
+
+def test_the_baseline_may_be_probed_however_long_it_takes_to_set_up():
+    """A search that did not measure it could not tell a gain."""
+    slow = Support(choices=("off", "default"), setup_s=(("default", 140.0),))
+    known = inspection()
+    compiled = {**known.baseline, "compile": "default"}
+    known = replace(known, baseline=compiled, support={**known.support, "compile": slow})
+    space, _ = build_space(known, techniques)
+    may_be_probed = History(space, OBJECTIVE, setup_left_s=lambda history: 45.0).admissible()
+    assert may_be_probed(space.baseline) and not may_be_probed(space.complete({"batch_size": 8}))
 
 
 def test_an_empty_history_knows_nothing():

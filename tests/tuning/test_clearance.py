@@ -327,3 +327,19 @@ def test_a_config_that_only_just_fits_plays_before_the_safe_ones_only_where_it_i
     }
     ranked = dict(sorted(ran.items(), key=lambda item: -objective.merit(item[1])))
     assert near_the_best(ranked, objective) == [configs[number] for number in order]
+
+
+@pytest.mark.parametrize(
+    ("legal", "dataset_size", "compared"), [(1, None, 1), (3, None, 3), (2, 3, 3), (2, 100, 4), (8, 100, 8)]
+)
+def test_a_comparison_takes_as_many_samples_as_are_legal_and_there(tmp_path, legal, dataset_size, compared):
+    class Sized(Compared):
+        def check_of(self, config, settings, batch_size):
+            sizes.append(batch_size)
+            return passed_check()
+
+    sizes = []
+    facts = replace(FOUND.facts, dataset_size=dataset_size)
+    made = recommender(tmp_path, Sized(), inspection=replace(FOUND, step_samples=legal, facts=facts))
+    assert Clearance(made).clear(made.history.space.complete({"optimizer_impl": "fused"}))
+    assert sizes == [compared]

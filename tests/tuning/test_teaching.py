@@ -187,6 +187,25 @@ def lesson(*trials: PriorTrial, likeness: float = 1.0, device: str = "cpu Some P
     return Taught.by([Lesson(study, likeness)], find_techniques())
 
 
+@pytest.mark.parametrize(
+    ("of_study", "of_search", "amp"),
+    [
+        ("throughput", "throughput", "bf16"),
+        ("memory", "memory", "bf16"),
+        ("memory", "throughput", "fp16"),
+        ("throughput", "memory", None),
+    ],
+)
+def test_the_answer_of_a_study_with_another_objective_is_not_what_a_search_starts_with(
+    of_study, of_search, amp
+) -> None:
+    fast = PriorTrial(config={"amp": "fp16"}, kind=Kind.OK, speed=1.5)
+    taught = lesson(fast)
+    study = replace(taught.lessons[0].study, answer={**fast.config, "amp": "bf16"}, objective=of_study)
+    first = Taught.by([Lesson(study, 1.0)], find_techniques(), of_search).first
+    assert (first.choices["amp"] if first else None) == amp
+
+
 def test_what_hung_or_crashed_is_to_blame_as_far_as_the_studies_are_alike() -> None:
     hung = PriorTrial(config={"compile": "default"}, kind=Kind.TIMEOUT)
     slow = PriorTrial(config={"amp": "fp16"}, kind=Kind.TIMEOUT, speed_bound=0.3)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.records.measured import front_of
-from autotune.records.objective import Throughput
+from autotune.records.objective import Memory, Throughput
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.result import DeviceUse
 from autotune.records.study import PLAY_OFF, Trial
@@ -36,10 +36,10 @@ def failed(candidate, kind=Kind.OOM, **changes):
 
 
 def test_what_the_host_had_too_little_for_is_not_put_right_by_the_devices_limit():
-    text = why.no_fit([failed(config(1), on_host=True)], 1000 * MIB)
+    text = why.no_fit([failed(config(1), on_host=True)], OBJECTIVE)
     assert "in every probe it did not" in text and "host with more memory" in text
     assert "--memory-limit" not in text
-    assert "raise --memory-limit" in why.no_fit([failed(config(1), on_host=True), failed(config(2))], 1000 * MIB)
+    assert "raise --memory-limit" in why.no_fit([failed(config(1), on_host=True), failed(config(2))], OBJECTIVE)
 
 
 def test_the_front_leaves_out_what_is_not_feasible():
@@ -70,6 +70,13 @@ def test_waiting_for_data_is_the_limit_when_it_takes_much_of_a_step():
 def test_memory_is_the_limit_when_throughput_still_rises_and_a_larger_batch_does_not_fit():
     text = limiting(config(8), probed(config(4), 80), failed(config(16)), phases_s=PHASES)
     assert text.startswith("Memory")
+
+
+def test_memory_is_not_the_limit_when_only_far_smaller_batches_are_slower():
+    text = limiting(config(8), probed(config(2), 50), probed(config(4), 99), failed(config(16)), phases_s=PHASES)
+    assert text.startswith("Compute")
+    text = limiting(config(8), probed(config(2), 95), failed(config(16)), phases_s=PHASES)
+    assert text.startswith("Compute")  # 5 % for two doublings
 
 
 @pytest.mark.parametrize("kind", [Kind.TIMEOUT, Kind.ERROR, Kind.CRASHED])
@@ -110,22 +117,36 @@ def test_an_idle_gpu_is_named():
 
 
 def test_when_nothing_fits_it_is_said_by_how_much():
-    text = why.no_fit([failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB)], 1000 * MIB)
+    text = why.no_fit([failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB)], OBJECTIVE)
     assert "300 MiB more" in text and "raise --memory-limit, or make the model" in text
 
 
 def test_when_nothing_was_tried_that_is_said():
-    text = why.no_fit([], 1000 * MIB)
+    text = why.no_fit([], OBJECTIVE)
     assert "no config was tried" in text and "--budget" in text and "out of memory" not in text
 
 
 def test_when_everything_needs_the_headroom_the_least_need_is_said():
-    text = why.no_fit([probed(config(1), peak_mib=980, feasible=False)], 1000 * MIB)
+    text = why.no_fit([probed(config(1), peak_mib=980, feasible=False)], OBJECTIVE)
     assert "980 MiB" in text and "--headroom" in text and "--study NAME" in text
 
 
+def test_what_fits_and_is_too_slow_is_not_said_to_need_more_memory():
+    objective = Memory(memory_limit_bytes=1000 * MIB, headroom=0.05, baseline_samples_per_s=200.0)
+    text = why.no_fit(
+        [probed(config(1), 100.0, 500, feasible=False), probed(config(2), 120.0, 990, feasible=False)], objective
+    )
+    assert "trains 100 samples/s; expected at least 194, 97% of the baseline's" in text and "--objective memory" in text
+    assert "limit" not in text
+
+
+def test_what_fits_only_after_the_allocators_cache_was_emptied_is_said_to_do_so():
+    text = why.no_fit([probed(config(1), peak_mib=700, feasible=False, num_alloc_retries=3)], OBJECTIVE)
+    assert "takes 700 MiB" in text and "emptied its cache" in text and "--memory-limit" in text
+
+
 def test_when_everything_fails_otherwise_the_causes_are_said():
-    text = why.no_fit([failed(config(1), Kind.ERROR)], 1000 * MIB)
+    text = why.no_fit([failed(config(1), Kind.ERROR)], OBJECTIVE)
     assert "it did not" in text and "autotune probe" in text
 
 
@@ -134,8 +155,8 @@ def test_choices_that_do_not_go_together_do_not_hide_that_memory_was_short():
         failed(config(1), peak_bytes=900 * MIB, attempted_bytes=400 * MIB),
         failed(config(2), Kind.UNSUPPORTED),
     )
-    assert "300 MiB more" in why.no_fit([short, apart], 1000 * MIB)
-    assert "autotune probe" in why.no_fit([apart], 1000 * MIB)
+    assert "300 MiB more" in why.no_fit([short, apart], OBJECTIVE)
+    assert "autotune probe" in why.no_fit([apart], OBJECTIVE)
 
 
 def test_the_play_offs_figures_replace_a_single_probes():
