@@ -6,6 +6,7 @@ A trial begins, the config is probed, and the outcome goes to the study, the his
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from autotune.records.result import Cost, Result
 from autotune.records.study import BASELINE, PLAY_OFF, Neighbours, Prediction, Proposal, Trial
 from autotune.runners.jobs import ProbeJob
 from autotune.runners.runner import NoSlotLeft, ProbeFault, Runner, SlotLost
+from autotune.study.figures import unrest
 from autotune.study.history import History
 from autotune.study.priors import PriorStore
 from autotune.study.store import Store
@@ -39,6 +41,7 @@ from autotune.tuning.trace_ahead import Tracing
 GOES_ON = "the study keeps what was measured, and the same command goes on with it"
 MAX_FAULTS = 3  # failures of the machinery itself before the search gives up
 LOOK_EVERY_S = 0.25  # at the probes that run
+CLEARLY = 2.0  # standard deviations of what a disturbance may have cost
 
 
 @dataclass(kw_only=True)
@@ -413,9 +416,14 @@ class Search:
                 self.runner.cancel(ticket)
 
     def _is_worth_another(self, flight: Flight, outcome: Outcome) -> bool:
-        """Whether to run a disturbed probe again. In the play-off only a crowded one is: more rounds make up for other trouble."""
-        trouble = _kinds(outcome) - self._usual or not self.history.objective.is_known(outcome)
-        disturbed = outcome.crowded or (flight.proposal.stage != PLAY_OFF and trouble)
+        """Whether to run a disturbed probe again. In the play-off only a crowded one is: more rounds make up for other trouble. Outside
+        it one that would not be the best undisturbed is not, unless it is the baseline's, which all others are compared with.
+        """
+        stage, objective, best = flight.proposal.stage, self.history.objective, self.history.best
+        trouble = _kinds(outcome) - self._usual or not objective.is_known(outcome)
+        if trouble and stage != BASELINE and best is not None and outcome.measurement and objective.is_known(outcome):
+            trouble = objective.merit(outcome) * math.exp(CLEARLY * unrest(outcome)) > objective.merit(best[1])
+        disturbed = outcome.crowded or (stage != PLAY_OFF and trouble)
         return (
             bool(disturbed) and not self.interrupted() and self.budget.elapsed_s + outcome.wall_s < self.budget.budget_s
         )

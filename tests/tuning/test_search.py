@@ -638,6 +638,24 @@ def test_where_others_always_work_a_probe_is_run_again_once_and_no_more(tmp_path
     assert [config.batch_size for config in probed] == [4, 4, 2, 1]
 
 
+@pytest.mark.parametrize(("samples_per_s", "num_runs"), [(130.0, 1), (280.0, 2)])
+def test_a_disturbed_probe_is_run_again_only_where_it_might_be_the_best_without_that(tmp_path, samples_per_s, num_runs):
+    class Shared(ClosedFormRunner):
+        def outcome_of(self, config, settings):
+            probed.append(config)
+            found = measurement(config, 300.0 if config.batch_size == 4 else samples_per_s, LIMIT_BYTES // 2)
+            busy = (
+                {} if config.batch_size == 4 else {"disturbances": ("others held the processor",), "contention": 0.12}
+            )
+            return Outcome(kind=Kind.OK, measurement=replace(found, **busy), wall_s=0.1)
+
+    probed = []
+    made = make_search(tmp_path, Shared())
+    for size in (4, 2):
+        made.probe(Proposal(config=made.history.space.complete({"batch_size": size})))
+    assert [config.batch_size for config in probed] == [4] + [2] * num_runs
+
+
 class Losing(Staged):
     """The baseline does not fit; one config loses to another, which then fails."""
 
