@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from autotune.export.base import (
     Export,
@@ -16,6 +18,7 @@ from autotune.export.base import (
 from autotune.records.result import Result
 from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import TRANSFORMERS, merge
+from autotune.techniques.optimizer_impl import OptimizerImpl
 
 
 class Transformers(Exporter):
@@ -33,7 +36,34 @@ class Transformers(Exporter):
             device["ddp_find_unused_parameters"] = bool(places.get("find_unused_parameters"))
         if "fsdp" in found and places.get("classes"):
             found = merge(found, {"fsdp_config": {"transformer_layer_cls_to_wrap": places["classes"]}})
+        unclipped = {"max_grad_norm": 0.0} if _trains_unclipped(result) else {}
         unsaid |= unsaid_clipping(result, "TrainingArguments(max_grad_norm=...), which clips to 1.0 otherwise")
+        optim, untold = _users_adamw(result, found, space)
         return Export(
-            json.dumps({**found, **device}, indent=2), {**unsaid, **unknown_of_copies(result), **launching(result)}
+            json.dumps({**found, **unclipped, **optim, **device}, indent=2),
+            {**unsaid, **untold, **unknown_of_copies(result), **launching(result)},
         )
+
+
+def _trains_unclipped(result: Result) -> bool:
+    """Whether a model file is known not to clip gradients; what a `train_step` does inside is not known."""
+    parts = result.subject.parts
+    return bool(result.subject.model and parts) and not {"MAX_GRAD_NORM", "train_step"} & {*parts}
+
+
+def _users_adamw(
+    result: Result, said: Mapping[str, Any], space: SearchedChoices
+) -> tuple[dict[str, str], dict[str, str]]:
+    """`optim` for a model file's AdamW as the file makes it, or why it is not said; the fused one is a Trainer's default.
+
+    Nothing where the task was built in Python: that may be of a Trainer, which has an `optim` of its own.
+    """
+    name, subject = OptimizerImpl.name, result.subject
+    by_file = bool(subject.model and subject.parts) and subject.optimizer == OptimizerImpl.said_of
+    if not by_file or "optim" in said or result.config.get(name) != OptimizerImpl.off:
+        return {}, {}
+    # "fused" is searched where the file's own optimizer is not fused already
+    if "configure_optimizers" not in subject.parts or "fused" in space.get(name, ()):
+        return {"optim": "adamw_torch"}, {}
+    why = "a Trainer may take the fused one: give `optim` adamw_torch, or adamw_torch_fused where yours has fused=True"
+    return {}, {name: f"{OptimizerImpl.off}: {why}"}

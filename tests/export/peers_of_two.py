@@ -119,7 +119,7 @@ def run_transformers(result: Result, folder: Path) -> list[float]:
 
     said = json.loads(export(on_gpus(result), "transformers").text)
     quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
-    optimizer = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    optimizer = {"learning_rate": 0.01, "lr_scheduler_type": "constant"}
     arguments = TrainingArguments(output_dir=str(folder), max_steps=NUM_STEPS, **quiet, **optimizer, **said)
     net = Net()
     trainer = Trainer(model=net, args=arguments, train_dataset=make_dataset())

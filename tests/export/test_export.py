@@ -129,6 +129,34 @@ def test_a_model_files_clipping_is_listed_with_what_the_framework_clips_by(name:
     assert "max_grad_norm" not in export(but(RESULT, parts=clipping), name).unsaid, "the user's script clips"
 
 
+def test_a_trainer_does_not_clip_what_a_model_file_does_not() -> None:
+    def said(model: str, *parts: str) -> Any:
+        return json.loads(export(but(RESULT, model=model, parts=parts), "transformers").text).get("max_grad_norm")
+
+    assert said("model.py", "build_model") == 0.0
+    assert said("model.py", "build_model", "MAX_GRAD_NORM") is None, "listed, with a number that only the file knows"
+    assert said("model.py", "build_model", "train_step") is None, "it may clip inside"
+    assert said("", "build_model") is None, "it may be the user's Trainer, with a max_grad_norm of its own"
+
+
+def test_a_trainer_does_not_fuse_an_adamw_that_was_not_fused() -> None:
+    def exported(*parts: str, model: str = "model.py", searched: Sequence[Choice] = (), **choices: Choice) -> Export:
+        config = {**RESULT.config, "optimizer_impl": "default", **choices}
+        result = but(RESULT, config=config, model=model, parts=("build_model", *parts))
+        return export(result, "transformers", space={"optimizer_impl": searched})
+
+    def optim(found: Export) -> Any:
+        assert not found.unsaid
+        return json.loads(found.text).get("optim")
+
+    assert optim(exported()) == "adamw_torch"
+    assert optim(exported("configure_optimizers", searched=("default", "fused"))) == "adamw_torch"
+    assert optim(exported(optimizer_state="8bit")) == "adamw_torch_8bit"
+    assert optim(exported(model="")) is None, "it may be the user's Trainer, with an optim of its own"
+    own = exported("configure_optimizers", searched=("default", "foreach"))
+    assert "optim" not in json.loads(own.text) and "where yours has fused=True" in own.unsaid["optimizer_impl"]
+
+
 def test_training_arguments_take_what_is_exported(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
