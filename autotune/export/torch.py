@@ -14,6 +14,7 @@ from autotune.export.base import NO_PLACES, Export, Exporter, SearchedChoices, l
 from autotune.export.source import Source
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
+from autotune.task.model_file import ONE_OF_SEVERAL, SIGNATURES
 from autotune.techniques import SPREAD, find_techniques
 from autotune.techniques.frameworks import TORCH, At
 
@@ -41,24 +42,21 @@ def training_step(model, batch):
         output, y = output.reshape(-1, output.shape[-1]), y.reshape(-1)
     return torch.nn.functional.cross_entropy(output, y.long(), ignore_index=-100)
 '''
-_YOURS = """
-# YOUR CODE: replace these functions.
-def build_model():
-    raise NotImplementedError("return the model, on the CPU")
-
-
-def make_batch(batch_size):
-    raise NotImplementedError("return a batch of that many samples, on the CPU")
-
-
-def training_step(model, batch):
-    raise NotImplementedError("return the mean loss of a batch")
-"""
-_YOUR_OPTIMIZER = """
-
-def configure_optimizers(model):
-    raise NotImplementedError("return the optimizer of the model's parameters, as your own code makes it")
-"""
+# what the functions of a task built in Python do, which a script cannot import
+_YOURS = {
+    "build_model": "return the model, on the CPU",
+    "make_batch": "return a batch of that many samples, on the CPU",
+    "training_step": "return the mean loss of a batch",
+    "train_step": "take an optimizer step on a batch",
+    "configure_optimizers": "return the optimizer of the model's parameters, as your own code makes it",
+    "train_dataset": "return the training set",
+    "collate_fn": "return the batch of a list of samples, on the CPU",
+    "loss_weight": "return the number of terms that the mean loss of a batch averages over",
+}
+_YOUR_CONSTANTS = {
+    "MAX_GRAD_NORM": "the norm that gradients are clipped to before each optimizer step",
+    "VARIANTS": "the names that build_model takes",
+}
 _MODEL_FILE = """
 # The model file, under a name that no other module has.
 sys.path.insert(0, {folder})
@@ -178,9 +176,7 @@ class _Script:
     def __init__(self, result: Result) -> None:
         self.result = result
         self.is_of_file = bool(result.subject.model and result.subject.parts)
-        self.parts = set(result.subject.parts)
-        if not self.is_of_file:
-            self.parts = {"build_model", "make_batch", "training_step"} | (self.parts & {"configure_optimizers"})
+        self.parts = set(result.subject.parts) or {"build_model", "make_batch", "training_step"}
         self.accumulates = int(result.config[ACCUMULATION]) > 1
         self.num_processes = result.subject.num_processes
         self.together = self.num_processes > 1
@@ -205,6 +201,8 @@ class _Script:
             why = "it has no lines of plain torch"
         elif name not in self.result.places and any(_OF_PLACES.search(text) for text in lines.values()):
             why = NO_PLACES
+        elif At.LOADER in lines and "train_dataset" not in self.parts:
+            why = "it is of a data loader, and the script makes each batch by make_batch"
         if why or lines is None:
             self.unsaid[name] = unsaid_of(technique, choice, why)
             return
@@ -259,9 +257,12 @@ class _Script:
     def _yours(self) -> Iterator[str]:
         """The functions and constants of the model file."""
         if not self.is_of_file:
-            yield _YOURS.strip("\n")
-            if "configure_optimizers" in self.parts:
-                yield _YOUR_OPTIMIZER.rstrip("\n")
+            yield "# YOUR CODE: replace these."
+            used = self._used()
+            yield from (f"{name} = ...  # {what}" for name, what in _YOUR_CONSTANTS.items() if name in used)
+            for name in (name for name in _YOURS if name in used):
+                given = ONE_OF_SEVERAL if name == "build_model" and "VARIANTS" in self.parts else SIGNATURES[name]
+                yield f"\n\ndef {name}({', '.join(given)}):\n    raise NotImplementedError({json.dumps(_YOURS[name])})"
             return
         file, attribute = self.result.subject.model_file
         yield _MODEL_FILE.format(folder=json.dumps(str(Path(file).parent)), file=json.dumps(file)).strip("\n")
@@ -269,7 +270,8 @@ class _Script:
         yield from (f"{name} = {owner}.{name.lower() if attribute else name}" for name in sorted(self._used()))
 
     def _used(self) -> set[str]:
-        used = {"build_model", "training_step", "train_step", "configure_optimizers", "MAX_GRAD_NORM", "VARIANTS"}
+        used = {"build_model", "training_step", "train_step", "configure_optimizers", "MAX_GRAD_NORM"}
+        used |= set() if self.said[At.BUILD] else {"VARIANTS"}
         used |= {"train_dataset", "collate_fn"} if "train_dataset" in self.parts else {"make_batch"}
         return self.parts & (used | ({"loss_weight"} if self.weighs else set()))
 

@@ -6,6 +6,7 @@ import ast
 import multiprocessing
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -202,7 +203,8 @@ class Case:
         return found
 
 
-def trained(model: Path, config: Mapping[str, Any], file: Path) -> Case:
+def trained(model: Path, config: Mapping[str, Any], file: Path, *, is_built: bool = False) -> Case:
+    """A case of a model file, or of the same task as one built in Python."""
     task = load_task(model)
     with keep_settings():
         torch.manual_seed(0)
@@ -213,7 +215,7 @@ def trained(model: Path, config: Mapping[str, Any], file: Path) -> Case:
     result = but(
         RESULT,
         config=complete(config, global_batch=task.global_batch).as_dict(),
-        model=task.origin.source.spec,
+        model="" if is_built else task.origin.source.spec,
         parts=gather_facts(task).parts,
         places=session.places,
     )
@@ -350,16 +352,15 @@ def test_what_cannot_be_said_is_listed_in_the_script_too() -> None:
 
 
 def test_a_task_built_in_python_has_a_marked_place_for_its_functions() -> None:
-    exported = export(but(RESULT, model="", parts=("build_model", "train_step")), "torch")
+    exported = export(but(RESULT, model="", parts=("build_model", "make_batch", "train_step")), "torch")
     assert "# YOUR CODE" in exported.text and "torch.optim.AdamW(" in exported.text
     assert ast.parse(exported.text)
 
 
 def test_the_optimizer_of_a_task_built_in_python_has_a_marked_place_too(tmp_path: Path) -> None:
     config = {**RESULT.config, "batch_size": 4, "accumulation_steps": 1}
-    built = but(
-        replace(RESULT, config=config), model="", parts=("build_model", "training_step", "configure_optimizers")
-    )
+    parts = ("build_model", "make_batch", "training_step", "configure_optimizers")
+    built = but(replace(RESULT, config=config), model="", parts=parts)
     text = export(built, "torch").text
     assert "AdamW" not in text and text.count("NotImplementedError") == 4
     for name, body in {
@@ -377,6 +378,45 @@ def test_the_optimizer_of_a_task_built_in_python_has_a_marked_place_too(tmp_path
     before = script["model"].bias.clone()
     script["step"](next(script["steps"]()))
     torch.testing.assert_close(script["model"].bias, before - 0.5)
+
+
+def test_a_task_built_in_python_takes_the_sessions_steps_to_the_last_bit_once_its_places_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lines_of_the_user.py").write_text(LINES)
+    monkeypatch.syspath_prepend(tmp_path)
+    for config in CONFIGS["lines"]:
+        case = trained(tmp_path / "lines_of_the_user.py", config, tmp_path / "exported.py", is_built=True)
+        own = re.compile(r"def (\w+)\(.*\):\n    raise NotImplementedError\(.*\)|(\w+) = \.\.\.  # .*")
+        text = own.sub(lambda place: f"from lines_of_the_user import {place[1] or place[2]}", case.exported.text)
+        assert not case.exported.unsaid and text.count("from lines_of_the_user") >= 6
+        case.file.write_text(text)
+        with keep_settings():
+            torch.manual_seed(0)
+            script = runpy.run_path(str(case.file), run_name="exported")
+            torch.manual_seed(1)
+            losses = [script["step"](batch) for batch in islice(script["steps"](), NUM_STEPS)]
+        assert list(map(float, losses)) == list(map(float, case.losses)), config
+
+
+def test_the_architectures_of_a_task_built_in_python_have_a_marked_place_where_none_is_named() -> None:
+    def exported(variant: str) -> str:
+        config = {**RESULT.config, "variant": variant}
+        return export(
+            but(RESULT, model="", config=config, parts=("build_model", "make_batch", "VARIANTS")), "torch"
+        ).text
+
+    first, named = exported("none"), exported("small")
+    assert "VARIANTS = ...  # " in first and "def build_model(variant_name):" in first and "VARIANTS[0]" in first
+    assert "VARIANTS" not in named and 'build_model("small")' in named
+
+
+def test_what_is_of_a_loader_is_listed_where_the_script_has_none() -> None:
+    """As of an older study, which does not say what the task has."""
+    config = {**RESULT.config, "num_workers": 2, "length_bucketing": True}
+    exported = export(but(RESULT, model="", config=config, parts=()), "torch")
+    assert exported.unsaid.keys() == {"num_workers", "length_bucketing"}
+    assert "of a data loader" in exported.unsaid["num_workers"] and "Buckets" not in exported.text
 
 
 def test_a_step_of_the_users_own_runs_without_autocasts_copies_of_weights_which_it_may_update() -> None:
