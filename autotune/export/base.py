@@ -32,8 +32,8 @@ _ALIKE = {ACCELERATE, DEEPSPEED, LIGHTNING}
 _OVER_ACCELERATE = {ACCELERATE, TRANSFORMERS}  # the second trains by the first
 _BY_TORCH = {*_OVER_ACCELERATE, LIGHTNING, TORCH}  # spread models by DDP, and by FSDP block by block
 ALIKE_THERE = (
-    "micro batches count alike there, whatever their numbers of terms: multiply the loss of each by its terms over the mean number of "
-    "terms of the step's micro batches"
+    "micro batches count alike there, whatever their numbers of terms (labels that count, say): multiply the loss of each by its terms "
+    "over the mean number of terms of the step's micro batches"
 )
 NO_PLACES = "the study does not say which modules it acted on; search again"
 
@@ -138,9 +138,14 @@ def arguments(
 
 
 def counts_terms(result: Result) -> bool:
-    """Whether a step has several micro batches, and the task says how many terms the loss of each has: labels, say, not samples."""
+    """Whether a step has several micro batches that weigh as many terms as the loss of each has: labels, say, not samples.
+
+    The task says how many, or its model of Hugging Face has a loss of its own, which averages over the labels that count.
+    """
     several = int(result.config.get("accumulation_steps", 1)) * result.subject.num_processes > 1
-    return several and "loss_weight" in result.subject.parts
+    parts = {*result.subject.parts}
+    by_model = "PreTrainedModel" in parts and not {"training_step", "train_step", "LightningModule"} & parts
+    return several and ("loss_weight" in parts or by_model)
 
 
 def unsaid_of(technique: Technique, choice: Choice, why: str) -> str:

@@ -109,7 +109,9 @@ def find_executable_config(
                 found.append(Executable(result.config))
                 never.append(_why_whole(asked, result))
                 if counts_terms(result):
-                    Listeners(watched_by).warn(f"the task's loss_weight is not Accelerate's: {ALIKE_THERE}")
+                    Listeners(watched_by).warn(
+                        f"the task's weights of micro batches are not Accelerate's: {ALIKE_THERE}"
+                    )
             while True:
                 try:
                     with watch_accelerators(functools.partial(_compare, found[0], watched_by)):

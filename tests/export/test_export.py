@@ -105,11 +105,19 @@ def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
 @pytest.mark.parametrize(
     ("name", "told"), [("accelerate", True), ("deepspeed", True), ("lightning", True), ("transformers", False)]
 )
-def test_weights_of_micro_batches_are_listed_where_a_framework_has_none(name: str, told: bool) -> None:
-    weighted = but(RESULT, parts=(*RESULT.parts, "loss_weight"))
+@pytest.mark.parametrize("part", ["loss_weight", "PreTrainedModel"])
+def test_weights_of_micro_batches_are_listed_where_a_framework_has_none(name: str, told: bool, part: str) -> None:
+    weighted = but(RESULT, parts=("build_model", "make_batch", part))
     assert ("its terms over the mean number" in export(weighted, name).unsaid.get("loss_weight", "")) is told
     whole = replace(weighted, config={**RESULT.config, "batch_size": 48, "accumulation_steps": 1})
     assert "loss_weight" not in {**export(whole, name).unsaid, **export(RESULT, name).unsaid}
+
+
+@pytest.mark.parametrize("own", ["training_step", "LightningModule"])
+def test_a_loss_of_the_users_own_weighs_micro_batches_of_a_hugging_face_model_by_samples(own: str) -> None:
+    by_samples = but(RESULT, parts=("build_model", "make_batch", "PreTrainedModel", own))
+    for name in ("accelerate", "deepspeed", "lightning"):
+        assert "loss_weight" not in export(by_samples, name).unsaid
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ def test_an_answer_that_accumulates_says_that_accelerate_does_not_know_the_tasks
     if steps == 2 and parts:
         (told,) = notes.warnings
         assert (
-            "loss_weight is not Accelerate's: micro batches count alike there" in told and "multiply the loss" in told
+            "weights of micro batches are not Accelerate's: micro batches count alike there" in told
+            and "multiply the loss" in told
         )
     else:
         assert not notes.warnings
