@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -25,6 +26,8 @@ class MLflow(Tracker):
 
     def begin(self, start: Start) -> None:
         """Create a run for the study."""
+        # with a server, MLflow prints a link to each run that ends to stdout, where the JSON of a search stands alone
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow import MlflowClient
 
         self.finish()

@@ -177,7 +177,7 @@ def test_weights_and_biases_has_a_run_of_steps_and_the_answer_as_its_summary(fak
 
 
 class FakeClient:
-    """What is called of MLflow's client, with its signatures (3.17)."""
+    """What is called of MLflow's client, with its signatures (3.17); a run that ends is linked to as one of a server is."""
 
     made: list[FakeClient]
 
@@ -207,10 +207,14 @@ class FakeClient:
 
     def set_terminated(self, run_id: str, status: str | None = None, end_time: int | None = None) -> None:
         self.runs[run_id]["status"] = status
+        if os.environ.get("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT") != "true":
+            print(f"View run at {run_id}")
 
 
 @pytest.fixture
 def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> list[FakeClient]:
+    monkeypatch.setattr(os, "environ", {**os.environ})  # put back as it was
+
     def record(*names: str) -> Any:
         return lambda *values: SimpleNamespace(**dict(zip(names, values, strict=True)))
 
@@ -231,6 +235,11 @@ def test_mlflow_has_a_run_for_the_search_with_a_run_for_each_probe_in_it(fake_ml
     assert [probe["tags"]["mlflow.parentRunId"] for probe in probes] == ["run0"] * 3
     assert [probe["status"] for probe in probes] == ["FINISHED", "FAILED", "FINISHED"]
     assert search["status"] == "FINISHED" and search["params"]["amp"] == "bf16" and search["metrics"]["speedup"] > 1
+
+
+def test_mlflow_leaves_stdout_to_the_search(fake_mlflow: list[FakeClient], capsys: pytest.CaptureFixture[str]) -> None:
+    track(MLflow("http://127.0.0.1:5000"))
+    assert capsys.readouterr().out == ""
 
 
 REAL = """
