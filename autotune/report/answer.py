@@ -147,8 +147,8 @@ def python_lines(model: str, asked: Mapping[str, str | int], num_processes: int 
 def verify_command(
     config: Mapping[str, Choice], techniques: Techniques, model: str, asked: Mapping[str, str | int]
 ) -> str:
-    """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, which has no command."""
-    if not model:
+    """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, and for several machines."""
+    if not model or "x" in str(asked.get("devices", "")):  # 2x4
         return ""
     command = ["autotune", "verify", model, "--config", as_json(config, techniques), "--steps", str(VERIFY_STEPS)]
     return shlex.join([*command, *words(asked)])

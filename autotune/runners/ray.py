@@ -99,6 +99,13 @@ class Wish:
         """The devices of a node that train together, as its own `name_devices` takes them."""
         return f"cpu:{self.size}" if self.size > 1 and not capabilities_of(self.kind).own_processors else str(self.size)
 
+    @property
+    def devices_here(self) -> dict[str, str]:
+        """As `Runner.devices_here`."""
+        if self.nodes > 1:
+            return {"devices": f"{self.nodes}x{self.size}"}
+        return {"devices": self.devices} if self.size > 1 else {"device": self.kind}
+
     @classmethod
     def of(cls, device: str, devices: str, slots: str) -> Self:
         """Read it from the options. Raises ConfigError."""
@@ -415,6 +422,10 @@ class RayRunner(SeveralSlots):
     def slots(self) -> tuple[Slot, ...]:
         self._open()
         return super().slots()
+
+    @property
+    def devices_here(self) -> Mapping[str, str]:
+        return self._wish.devices_here
 
     def new_slots(self) -> tuple[str, ...]:
         self._look()

@@ -168,6 +168,14 @@ class Runner(ABC):
         """Name of the study unless the user gives one."""
         return self.task_name
 
+    @property
+    def devices_here(self) -> Mapping[str, str]:
+        """The options `device` and `devices` by which this machine runs its answer alike, besides what the search was asked.
+
+        It is known once `slots` is. `devices` is 2x4 for four devices of each of two machines, which no machine has.
+        """
+        return {}
+
     def command(self, config: Config) -> str:
         """The command line that trains with a config; empty where `autotune.prepare` does."""
         return ""

@@ -205,7 +205,7 @@ def open_search(
             device, free_bytes = slots[0].device, min(slot.device.free_bytes for slot in slots)
             _require_figure(options, slots)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
-            asked = kept.options_to_repeat(options, source)
+            asked = {**runner.devices_here, **kept.options_to_repeat(options, source)}
             # the cache of a deleted study: how long compiling takes is measured without it
             if not kept.earlier and not kept.place.is_shared:
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)

@@ -391,6 +391,12 @@ def test_a_task_built_in_python_is_run_from_there() -> None:
     assert verify_command(CONFIG, find_techniques(), "", {"device": "cpu"}) == ""
 
 
+def test_an_answer_of_several_machines_has_no_command_that_one_could_run() -> None:
+    on_two = {"devices": "2x4"}
+    assert verify_command(CONFIG, find_techniques(), "model.py", on_two) == ""
+    assert verify_command(CONFIG, find_techniques(), "model.py", {"devices": "4"}).endswith("--steps 100 --devices 4")
+
+
 def counted(result: Result, **changes: object) -> Result:
     """The answer with the energy of each config: a joule for each sample of the micro batch."""
 

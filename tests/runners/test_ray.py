@@ -195,6 +195,27 @@ def test_the_options_say_which_slots(options: tuple[str, str, str], expected: Wi
 
 
 @pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        (Wish(kind="cpu"), {"device": "cpu"}),
+        (Wish(kind="cuda", size=4), {"devices": "4"}),
+        (Wish(kind="cpu", size=2), {"devices": "cpu:2"}),
+        (Wish(kind="cuda", size=4, nodes=2), {"devices": "2x4"}),
+    ],
+)
+def test_what_trained_on_a_node_is_asked_of_this_machine_to_run_the_answer(
+    wish: Wish, expected: dict[str, str]
+) -> None:
+    assert wish.devices_here == expected
+
+
+def test_a_runner_says_so_of_its_slots(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    runner = RayRunner(TaskSource.of(tmp_path / "model.py"), devices="cpu:2", logs=tmp_path)
+    assert runner.devices_here == {"devices": "cpu:2"}
+
+
+@pytest.mark.parametrize(
     "options",
     [
         ("cuda:1", "1", "1"),

@@ -27,10 +27,10 @@ from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
 from autotune.tuning.inspecting import count_train_samples
-from autotune.tuning.opening import Kept, fingerprint
+from autotune.tuning.opening import Kept, fingerprint, open_search
 from autotune.tuning.search import search
 from autotune.units import MIB
-from tests.closed_form import inspection
+from tests.closed_form import ClosedFormRunner, inspection
 from tests.integrations.answers import known
 from tests.notes import Notes
 
@@ -72,6 +72,17 @@ def test_only_what_is_no_default_counts_as_asked() -> None:
 def test_a_global_batch_that_was_changed_in_python_counts_as_asked() -> None:
     task = dataclasses.replace(autotune.load_task(TINY), global_batch=96)
     assert asked(TaskSource.of(task)) == {"global_batch": 96}
+
+
+def test_the_devices_of_another_machine_count_as_asked_of_this_one(tmp_path: Path) -> None:
+    class Elsewhere(ClosedFormRunner):
+        @property
+        def devices_here(self) -> dict[str, str]:
+            return {"devices": "4"}
+
+    options = SearchOptions(storage=str(tmp_path / "closed.db"))
+    with open_search(TaskSource.of(TINY), options, Elsewhere(), Listener()) as opened:
+        assert opened.asked == {"devices": "4"}
 
 
 def test_a_study_that_is_resumed_without_a_limit_keeps_the_one_it_was_given() -> None:
