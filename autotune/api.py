@@ -38,6 +38,7 @@ from autotune.records.outcome import Outcome
 from autotune.records.recheck import Recheck
 from autotune.records.result import Result
 from autotune.records.scaling import OnDevices, Scaling
+from autotune.records.study import Fingerprint
 from autotune.report.live import listeners_of
 from autotune.runners.command import Command, CommandRunner
 from autotune.runners.elsewhere import runner_elsewhere
@@ -61,6 +62,7 @@ from autotune.tuning.entrant import samples_per_s
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.later import recheck_answer
+from autotune.tuning.opening import fingerprint
 from autotune.tuning.predict import predict_fit
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search as run_search
@@ -254,11 +256,11 @@ def verify_answer(
     on_warning: Callable[[str], None] = lambda warning: None,
     on_progress: Callable[[str], None] = lambda text: None,
     **options: Any,
-) -> tuple[Outcome, Recheck | None]:
+) -> tuple[Outcome, Recheck | None, str]:
     """Run a study's answer as `verify` does, and where it told a gain, the baseline beside it: each twice, in turns.
 
     What is seen of the gain is kept in the study, and for the next searches on this machine (`autotune.tuning.later`), unless it is
-    another task, or its code has changed since.
+    another task, its code has changed since, or the study is of another device.
 
     Args:
         task, logs, on_warning: as in `probe`.
@@ -267,8 +269,8 @@ def verify_answer(
         **options
 
     Returns:
-        The answer's outcome, of its runs the one that failed or else the fastest; and what was seen of the gain, None where
-        there is none or something failed.
+        The answer's outcome, of its runs the one that failed or else the fastest; what was seen of the gain, None where there is none
+        or something failed; and how the study's device differs from this one, in words, empty where it does not.
 
     Raises:
         AutotuneError: as `probe` does; a `StudyError` where there is no answer.
@@ -282,11 +284,13 @@ def verify_answer(
     seen = recheck_answer(answer, own, beside)
     searched_hash = study.facts.fingerprint.task
     is_same_code = inspection is None or searched_hash in (None, inspection.facts.source_hash)
-    if seen is not None and not is_same_code:
-        on_warning(
-            "this is another task than the study's, or its code has changed, so what is seen of the gain is not kept"
-        )
-    elif seen is not None:
+    elsewhere = "" if inspection is None else _elsewhere(study.facts.fingerprint, inspection)
+    not_kept = "" if seen is None else ", so what is seen of the gain is not kept"
+    if not is_same_code:
+        on_warning(f"this is another task than the study's, or its code has changed{not_kept}")
+    if elsewhere:
+        on_warning(f"the study was not searched on this device: {elsewhere}{not_kept}")
+    if seen is not None and is_same_code and not elsewhere:
         try:
             keep_recheck(study.url, study.name, seen)
         except StudyError as error:
@@ -294,7 +298,18 @@ def verify_answer(
         if inspection is not None:
             RecheckCache(study.file.parent if study.file else logs, holds_for(inspection.device)).add(seen)
     failed = next((outcome for outcome in own if not outcome.ok), None)
-    return failed or max(own, key=samples_per_s), seen
+    return failed or max(own, key=samples_per_s), seen, elsewhere
+
+
+def _elsewhere(searched: Fingerprint, inspection: Inspection) -> str:
+    """How the device of a study differs from that of a run, in words, as far as the study recorded it; empty where it does not."""
+    here = fingerprint(inspection, find_techniques(), searched)
+    compared = (
+        ("device", searched.device, here.device),
+        ("number of threads", searched.num_threads, here.num_threads),
+        ("number of processes", searched.num_processes or 1, here.num_processes or 1),
+    )
+    return "; ".join(f"{what} {was} there and {now} here" for what, was, now in compared if was and now and was != now)
 
 
 def _run_each(

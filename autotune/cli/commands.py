@@ -144,7 +144,7 @@ def verify(options: argparse.Namespace) -> int:
         )
     slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
     least = answer.samples_per_s * (1 - slower)
-    outcome, seen = api.verify_answer(
+    outcome, seen, elsewhere = api.verify_answer(
         options.model,
         study,
         on_warning=_warn,
@@ -168,7 +168,9 @@ def verify(options: argparse.Namespace) -> int:
         )
     if holds or found is None:
         return code
-    if found.disturbances:
+    if elsewhere:
+        failed, advice = "was not reached on another device than the study's", "verify it there, or search here"
+    elif found.disturbances:
         failed, advice = "was not reached while other work disturbed it", "verify it on a quiet machine"
     else:
         failed, advice = "no longer holds", "search again"

@@ -11,11 +11,12 @@ import pytest
 
 from autotune import api
 from autotune.cli import main
+from autotune.devices import open_device
 from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.recheck import Recheck, Rechecks
 from autotune.study.reading import load_study
 from autotune.tuning import later
-from tests.report.sample_study import GLOBAL_BATCH, write_study
+from tests.report.sample_study import GLOBAL_BATCH, but, without_a_gain, write_study
 
 MODEL = f"""
 import torch
@@ -30,6 +31,9 @@ def make_batch(n):
 """
 
 
+CPU = f"cpu {open_device('cpu').info().model}"  # as in a fingerprint
+
+
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
     return write_study(tmp_path / "gpt.db")
@@ -42,10 +46,10 @@ def answer_with(study: Path, samples_per_s: float, **asked: int) -> None:
     kept.set_user_attr("result", {**result, "samples_per_s": samples_per_s, "asked": asked})
 
 
-def searched_with(study: Path, source_hash: str) -> None:
-    """Let the study be of a task with that code."""
+def searched_with(study: Path, **known: str | int) -> None:
+    """Let the study have that in its fingerprint: the hash of its task's code, its device."""
     kept = optuna.load_study(study_name="gpt", storage=f"sqlite:///{study}")
-    kept.set_user_attr("fingerprint", {**kept.user_attrs["fingerprint"], "task": source_hash})
+    kept.set_user_attr("fingerprint", {**kept.user_attrs["fingerprint"], **known})
 
 
 def test_a_report_is_a_page_named_after_the_study_or_as_one_says(
@@ -105,6 +109,7 @@ def test_an_answer_that_has_become_slower_is_told_by_the_exit_code(
     write_study(study, name="other", with_probes=False)
     command = ["verify", str(model), "--against", str(study), "--study", "gpt", "--steps", "3", "--device", "cpu"]
     answer_with(study, 0.1, global_batch=GLOBAL_BATCH)
+    searched_with(study, device=CPU)
     model.write_text(MODEL.replace(f"GLOBAL_BATCH = {GLOBAL_BATCH}", f"GLOBAL_BATCH = {GLOBAL_BATCH // 2}"))
     assert main([*command, "--json"]) == 0
     printed = capsys.readouterr()
@@ -118,13 +123,56 @@ def test_an_answer_that_has_become_slower_is_told_by_the_exit_code(
     assert kept.told_samples_per_s == 0.1
     assert num_remembered() == 1
     assert told["holds"] and told["expected_samples_per_s"] == pytest.approx(0.095)
-    searched_with(study, "other code")
+    searched_with(study, task="other code")
     assert main(command) == 0
     assert "another task than the study's, or its code has changed" in capsys.readouterr().err
     assert len(load_study(study, study="gpt").facts.rechecks) == 1 == num_remembered()
     answer_with(study, 1e12, global_batch=GLOBAL_BATCH)
     assert main([*command, "--max-regression", "10%"]) == 1
     assert "the answer of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ({"device": "cuda:0 NVIDIA H200"}, f"device cuda:0 NVIDIA H200 there and {CPU} here"),
+        ({"device": CPU, "num_threads": 1000}, "number of threads 1000 there and "),
+        ({"device": CPU, "num_processes": 4}, "number of processes 4 there and 1 here"),
+    ],
+)
+def test_a_run_on_another_device_than_the_studys_says_nothing_of_its_answer_and_is_not_kept(
+    study: Path,
+    tmp_path: Path,
+    known: dict[str, str | int],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(later, "undisturbed", list)  # this machine may be busy
+    (tmp_path / "model.py").write_text(MODEL)
+    answer_with(study, 1e12, global_batch=GLOBAL_BATCH)
+    searched_with(study, **known)
+    asked = ["verify", str(tmp_path / "model.py"), "--against", str(study), "--steps", "2", "--device", "cpu"]
+    assert main(asked) == 1
+    said = capsys.readouterr().err
+    assert (
+        f"the study was not searched on this device: {told}" in said
+        and "so what is seen of the gain is not kept" in said
+    )
+    assert "was not reached on another device than the study's" in said and "no longer holds" not in said
+    assert not load_study(study, study="gpt").facts.rechecks and not list(tmp_path.glob(".rechecks/*"))
+
+
+def test_of_a_kept_baseline_too_it_is_told_that_its_code_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = write_study(tmp_path / "gpt.db", result=lambda url: but(without_a_gain(url), speedup_ci=None))
+    (tmp_path / "model.py").write_text(MODEL)
+    answer_with(study, 0.1, global_batch=GLOBAL_BATCH)
+    searched_with(study, device=CPU, task="other code")
+    asked = ["verify", str(tmp_path / "model.py"), "--against", str(study), "--steps", "2", "--device", "cpu"]
+    assert main(asked) == 0
+    assert "this is another task than the study's, or its code has changed\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -139,7 +187,7 @@ def test_an_answer_is_not_said_to_be_outdated_by_a_run_that_other_work_disturbed
     disturbances: tuple[str, ...],
     told: str,
 ) -> None:
-    def slow(*args: object, **asked: object) -> tuple[Outcome, None]:
+    def slow(*args: object, **asked: object) -> tuple[Outcome, None, str]:
         found = Measurement(
             samples_per_s=1.0,
             samples_per_s_low=0.9,
@@ -153,7 +201,7 @@ def test_an_answer_is_not_said_to_be_outdated_by_a_run_that_other_work_disturbed
             timed_s=3.0,
             disturbances=disturbances,
         )
-        return Outcome(kind=Kind.OK, measurement=found), None
+        return Outcome(kind=Kind.OK, measurement=found), None, ""
 
     monkeypatch.setattr(api, "verify_answer", slow)
     answer_with(study, 1e12, global_batch=GLOBAL_BATCH)
