@@ -15,7 +15,7 @@ from autotune.devices import capabilities_of, name_devices, open_device
 from autotune.devices.calibration import holds_for
 from autotune.devices.cuda import CudaDevice
 from autotune.devices.targets import card_of, target_of
-from autotune.errors import ConfigError, StudyError
+from autotune.errors import AutotuneError, ConfigError, StudyError
 from autotune.prediction.traces import Traces
 from autotune.records.capacity import MemoryPrediction
 from autotune.records.config import Choice, Config, ProbeSettings, World
@@ -123,14 +123,20 @@ def search_on_each(
         **options
 
     Raises:
-        AutotuneError: as `search` does for one of them. What was found before is in the studies.
+        AutotuneError: as `search` does for one of them, as long as nothing was found of another. `Interrupted` has what was found of
+            the others.
     """
+    numbers = ",".join(map(str, sizes))
     if len({*sizes}) < len(sizes) or min(sizes, default=0) < 1:
-        numbers = ",".join(map(str, sizes))
         raise ConfigError(
             f"--devices {numbers}: expected different numbers of devices, from 1 on; those themselves are cuda:{numbers}"
         )
     asked = SearchOptions.of(options, total_bytes=_total_bytes)
+    if asked.slots != ONE_SLOT:
+        raise ConfigError(
+            f"slots {asked.slots} cannot be chosen: each slot is one device, and --devices {numbers} trains with several; leave one of "
+            "them out"
+        )
     on_cpu = not open_device(asked.device).capabilities.own_processors
     devices = {size: f"cpu:{size}" if on_cpu and size > 1 else str(size) for size in sizes}
     for named in devices.values():
@@ -152,7 +158,15 @@ def search_on_each(
             found += [] if error.result is None else [OnDevices.of(error.result)]
             error.scaling = Scaling.of(found, failed) if found else None
             raise
-        except NothingFeasible as error:  # what fits on no single device may fit on several
+        except KeyboardInterrupt:  # while a search opens
+            if not found:
+                raise
+            interrupted = Interrupted(None)
+            interrupted.scaling = Scaling.of(found, failed)
+            raise interrupted from None
+        except AutotuneError as error:
+            if not found and not isinstance(error, NothingFeasible):  # what fits on no single device may fit on several
+                raise
             failed[size] = str(error)
         began_s = None  # only the first began when the user did: each other one begins when the one before has ended
     if not found:

@@ -13,11 +13,13 @@ import pytest
 
 import autotune
 from autotune import api
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, TaskError
 from autotune.records.outcome import Kind, Outcome
+from autotune.records.result import Result
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Note
 from tests.closed_form import measurement
+from tests.report.sample_study import answer
 from tests.runners.test_calibrate import CONVOLUTIONS
 
 TINY = Path(__file__).parent / "models" / "tiny.py"
@@ -59,6 +61,32 @@ def test_a_search_from_python_shows_its_progress_as_the_command_line_does_and_no
     stream.seek(0)
     api.search(TINY, listeners=[])
     assert not stream.getvalue()
+
+
+def test_what_is_found_of_some_numbers_of_devices_is_not_lost_where_another_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [answer("studies/tiny.db")]
+
+    def search(*arguments: object, **options: object) -> Result:
+        if not answers:
+            raise TaskError("a global batch of 50 is no multiple of 4")
+        return answers.pop()
+
+    monkeypatch.setattr(api, "run_search", search)
+    found = api.search_on_each(TINY, [1, 2], device="cpu", listeners=[])
+    assert [row.num_processes for row in found.rows] == [1]
+    assert found.failed == {"2": "a global batch of 50 is no multiple of 4"}
+    with pytest.raises(TaskError):  # of none is anything found
+        api.search_on_each(TINY, [1, 2], device="cpu", listeners=[])
+
+
+def test_slots_are_refused_for_several_numbers_of_devices_before_the_first_is_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api, "run_search", lambda *_, **__: pytest.fail("it was searched"))
+    with pytest.raises(ConfigError, match="slots all cannot be chosen: .*--devices 1,2 trains with several"):
+        api.search_on_each(TINY, [1, 2], device="cpu", slots="all")
 
 
 def test_a_script_sees_a_line_for_each_probe_on_stderr(tmp_path: Path) -> None:

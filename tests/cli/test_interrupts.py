@@ -186,14 +186,15 @@ def test_a_dead_search_leaves_no_supervisor_even_when_the_module_keeps_a_thread_
     assert not any(Path(f"/proc/{pid}").exists() for pid in supervisors)
 
 
+@pytest.mark.parametrize("pressed", [Interrupted(None), KeyboardInterrupt()], ids=["in a search", "as it opens"])
 def test_of_several_numbers_of_devices_those_that_have_an_answer_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pressed: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     answers = [answer("studies/tiny.db")]
 
     def search(*arguments: object, **options: object) -> Result:
         if not answers:
-            raise Interrupted(None)
+            raise pressed
         return answers.pop()
 
     monkeypatch.setattr(api, "run_search", search)
