@@ -85,7 +85,7 @@ def test_slots_are_refused_for_several_numbers_of_devices_before_the_first_is_se
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api, "run_search", lambda *_, **__: pytest.fail("it was searched"))
-    with pytest.raises(ConfigError, match="slots all cannot be chosen: .*--devices 1,2 trains with several"):
+    with pytest.raises(ConfigError, match=r"slots all cannot be chosen: .*--devices 1,2 trains with several"):
         api.search_on_each(TINY, [1, 2], device="cpu", slots="all")
 
 

@@ -248,6 +248,8 @@ def _rival(result: Result, techniques: Techniques) -> str:
         found = f"at least {times(low)} its {of}" if of == ENERGY else f"at most {times(high)} its {of}"
     else:
         found = f"{times(ratio)} its {of}, 95% interval {interval(low, high)}"
+    if OBJECTIVES[result.goal.objective].memory_weight and result.baseline is not None:
+        found += f", with {times(rival.peak_bytes / result.baseline.peak_bytes)} its memory"
     return f" The best of the others, {techniques.describe(rival.config)}: {found}."
 
 

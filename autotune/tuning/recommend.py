@@ -95,7 +95,9 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
     later, num_rechecks = _later(search)
     gain = None if is_baseline or speedup is None else speedup
     told = gain and widen(gain, later)
-    verdict, undecided = verdict_of(search, played, gain_of(search, played, speedup), kept=is_baseline)
+    verdict, undecided = verdict_of(
+        search, played, gain_of(search, played, speedup, kept=is_baseline), kept=is_baseline
+    )
     found = clearance.of_answer(answer)
     unchecked = "" if clearance.is_cleared(answer) else UNCHECKED
     known = Answer(
@@ -338,14 +340,16 @@ def _processes(history: History, config: Config, outcome: Outcome) -> list[Outco
     return undisturbed([outcome]) or undisturbed(played) or [outcome]
 
 
-def gain_of(search: Search, standing: Standing | None, speedup: Ratio | None) -> Ratio | None:
-    """What the verdict is on: the speed-up, or where something else is observed, the gain in that; None without one.
+def gain_of(search: Search, standing: Standing | None, speedup: Ratio | None, *, kept: bool) -> Ratio | None:
+    """What the verdict is on: the speed-up, or where something else is observed, the gain in that; of a baseline that is kept, what
+    the best of the others would gain by the objective. None without one.
 
     Args:
         standing: None where the answer was not confirmed.
         speedup: of the answer over the baseline, or of the best of the others where that is kept.
+        kept: the answer is the baseline.
     """
-    return standing.gain if search.history.objective.observed and standing is not None else speedup
+    return standing.gain if standing is not None and (kept or search.history.objective.observed) else speedup
 
 
 def verdict_of(search: Search, standing: Standing | None, gain: Ratio | None, *, kept: bool) -> tuple[str, str]:
@@ -385,7 +389,9 @@ def _open_question(search: Search, standing: Standing | None, gain: Ratio | None
     history = search.history
     left = [switch for switch, _ in search.untried().left(history)]
     tried = {config for config, outcome in history.known.items() if outcome.ok} - {history.space.baseline}
-    may_be_better = gain is not None and gain[2] > AS_FAST
+    speedup = standing.speedup if standing is not None else None
+    too_slow = speedup is not None and speedup[2] < history.objective.kept_speed
+    may_be_better = gain is not None and gain[2] > AS_FAST and not too_slow
     not_played = standing is None and any(config in history.feasible for config in tried)
     if not (may_be_better or left or not_played):
         return ""

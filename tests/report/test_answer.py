@@ -162,6 +162,18 @@ def test_the_best_that_did_not_beat_the_baseline_is_told_with_its_interval(resul
     assert "too noisy to tell." in _flat(text_of(but(kept, rival=noisy)))
 
 
+@pytest.mark.parametrize("objective", ["memory", "balanced"])
+def test_where_memory_counts_the_memory_of_the_best_that_did_not_beat_the_baseline_is_told(
+    result: Result, objective: str
+) -> None:
+    assert result.baseline is not None
+    runner_up = {**vars(result.finalists[1]), "peak_bytes": 2 * result.baseline.peak_bytes}
+    rival = Rival(**runner_up, speedup=1.5, speedup_ci=(1.45, 1.55))
+    kept = but(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="same", rival=rival)
+    assert "memory" not in _flat(text_of(kept)).partition("Recommended")[0].partition("The best of the others")[2]
+    assert "95% interval 1.45x to 1.55x, with 2.00x its memory." in _flat(text_of(but(kept, objective=objective)))
+
+
 def test_the_other_verdicts_are_put_in_words(result: Result) -> None:
     assert "As fast as the baseline within the noise: 0.99x" in text_of(replace(result, verdict="same", speedup=0.99))
     assert "Slower: 0.80x" in text_of(replace(result, verdict="slower", speedup=0.8))

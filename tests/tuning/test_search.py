@@ -20,7 +20,7 @@ from autotune.tuning import playoff
 from autotune.tuning.confirm import PLAY_OFF_INTERVAL, SURE_TO_FIT, confirm
 from autotune.tuning.entrant import Entrant, Standing
 from autotune.tuning.explore import explore
-from autotune.tuning.recommend import Interrupted, NothingFeasible, verdict_of
+from autotune.tuning.recommend import Interrupted, NothingFeasible, gain_of, verdict_of
 from autotune.tuning.search import answer
 from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search, measurement
 
@@ -728,6 +728,27 @@ def test_the_budget_that_would_do_counts_the_rounds_of_one_that_is_out(tmp_path)
     once = replace(standing, num_rounds=1, speedup=(1.0, 0.02, 50.0))
     _, why = verdict_of(made, once, once.speedup, kept=True)
     assert "processes differ too much" not in why and "would do" in why  # nobody knows yet how much they differ
+
+
+@pytest.mark.parametrize(
+    ("gain", "speedup"), [(0.6, 1.5), (2.0, 0.8)], ids=["faster in more memory", "too slow in less memory"]
+)
+def test_a_kept_baseline_is_not_open_to_doubt_for_one_that_its_objective_rules_out(tmp_path, gain, speedup):
+    made = recommender(tmp_path, Staged(), objective="memory")
+    made.untried = lambda: Listed(())
+    base, other = (Entrant(made.history.space.complete({"amp": amp})) for amp in ("off", "bf16"))
+    standing = Standing(
+        answer=base,
+        baseline=base,
+        candidate=other,
+        gain=(gain, gain * 0.99, gain * 1.01),
+        speedup=(speedup, speedup * 0.9, speedup * 1.1),
+        entrants=(other,),
+        figures={},
+        num_rounds=4,
+    )
+    found = gain_of(made, standing, standing.speedup, kept=True)
+    assert verdict_of(made, standing, found, kept=True) == ("same", "")
 
 
 def test_a_config_that_a_slow_probe_hid_comes_in_when_the_others_have_lost(tmp_path):
