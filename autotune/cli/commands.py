@@ -25,7 +25,7 @@ from autotune.records.options import (
     VerifyOptions,
 )
 from autotune.records.outcome import Kind, Outcome
-from autotune.records.result import file_and_attribute
+from autotune.records.result import Result, file_and_attribute
 
 if TYPE_CHECKING:
     from autotune.records.scaling import Scaling
@@ -40,7 +40,6 @@ PAGE = "html"  # the form of a study that is a page
 def search(options: argparse.Namespace) -> int:
     """`autotune search`: the result on stdout, progress on stderr."""
     from autotune import api
-    from autotune.records.result import Result
     from autotune.records.scaling import Scaling
     from autotune.report.answer import answer_sections
     from autotune.report.live import live_listener
@@ -137,7 +136,7 @@ def verify(options: argparse.Namespace) -> int:
         asked = read_options(options, VerifyOptions)
         return _show_outcome(api.verify(options.model, config, on_warning=_warn, **asked), config, options)
     study = load_study(options.against, study=options.study)
-    answer = study.answer()
+    answer = _answer(study)
     if answer.command:
         raise ConfigError(
             f"the answer of {options.against} is a command line, whose script MODEL is not; run it: {answer.command}"
@@ -179,6 +178,14 @@ def verify(options: argparse.Namespace) -> int:
         f"expected at least {rate(least)} ({rate(answer.samples_per_s)} less {slower:.0%}); {advice}"
     )
     return NOTHING_FEASIBLE
+
+
+def _answer(study: Study) -> Result:
+    """A study's answer, with a note where the last search found none and this is an earlier one's."""
+    answer = study.answer()
+    if why := study.facts.no_answer:
+        _warn(f"the answer of {study.name} is an earlier search's; the last one found none: {why}")
+    return answer
 
 
 def _warn(text: str) -> None:
@@ -271,7 +278,7 @@ def compare(options: argparse.Namespace) -> int:
         )
     names = names * (len(files) // len(names))
     studies = [load_study(file, study=name) for file, name in zip(files, names, strict=True)]
-    answers = {"answers": [study.answer().to_dict() for study in studies]}
+    answers = {"answers": [_answer(study).to_dict() for study in studies]}
     return _show(options, answers, comparison_sections(studies))
 
 
@@ -283,7 +290,7 @@ def export(options: argparse.Namespace) -> int:
     study = load_study(options.study_file, study=options.study)
     if options.out:
         _require_not_of(study, Path(options.out), "--out")
-    exported = export(study.answer(), options.to, space=study.facts.space, force=options.force)
+    exported = export(_answer(study), options.to, space=study.facts.space, force=options.force)
     for name, why in exported.unsaid.items():
         print(f"not exported: {name}: {why}", file=sys.stderr)
     if options.out:

@@ -60,6 +60,9 @@ def conclusion(study: Study, *, model: str = "model.py") -> Iterator[Section]:
     if study.result is None:
         yield _no_answer(study)
         return
+    if why := study.facts.no_answer:
+        told = f"The last search found none, and this answer is an earlier one's: {why}"
+        yield Section("No newer answer", (Paragraph(Span(told, Tone.WARNING)),))
     yield from answer_sections(study.result, study.techniques, model=model, in_study=True)
     num_newer = len(study.probes) - study.result.cost.probes
     if num_newer > 0:

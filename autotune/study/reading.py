@@ -91,6 +91,8 @@ class Study:
             StudyError: there is none.
         """
         if self.result is None:
+            if why := self.facts.no_answer:
+                raise StudyError(f"the study {self.name} has no answer: {why}")
             raise StudyError(
                 f"the study {self.name} has no answer yet; the same `autotune search` command continues it"
             )

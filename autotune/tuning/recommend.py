@@ -74,7 +74,7 @@ def recommend(search: Search, clearance: Clearance, standing: Standing | None) -
     """
     result, kept = _result(search, clearance, standing), search.store.facts.result
     if result is not None and (result.play_off.confirmed or kept is None or not kept.play_off.confirmed):
-        search.store.keep(result=result, warnings=tuple(result.warnings))
+        search.store.keep(result=result, warnings=tuple(result.warnings), no_answer="")
     return result
 
 

@@ -86,6 +86,17 @@ def test_answers_are_compared_as_a_table_or_as_json(study: Path, capsys: pytest.
     assert len(json.loads(capsys.readouterr().out)["answers"]) == 2
 
 
+@pytest.mark.parametrize("words", [["compare", "STUDY", "STUDY"], ["export", "STUDY", "--to", "env"]])
+def test_an_earlier_answer_is_used_with_a_note_that_the_last_search_found_none(
+    words: list[str], study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = optuna.load_study(study_name="gpt", storage=f"sqlite:///{study}")
+    kept.set_user_attr("no_answer", "everything ran out of memory")
+    assert main([str(study) if word == "STUDY" else word for word in words]) == 0
+    said = "note: the answer of gpt is an earlier search's; the last one found none: everything ran out of memory"
+    assert said in capsys.readouterr().err.splitlines()
+
+
 def test_each_file_has_a_study_of_its_own_name(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_study(study, name="bert", with_probes=False)
     other = write_study(tmp_path / "vit.db", name="vit", with_probes=False)

@@ -70,6 +70,14 @@ def test_a_study_shows_the_front_once_and_then_the_answer(study: Study) -> None:
     assert "Faster: 1.73x" in text
 
 
+def test_where_the_last_search_found_no_answer_it_is_said_before_an_earlier_one(study: Study) -> None:
+    assert "No newer answer" not in text_of(study)
+    failed = replace(study, facts=replace(study.facts, no_answer="everything ran out of memory"))
+    text = _flat(text_of(failed))
+    assert "The last search found none, and this answer is an earlier one's: everything ran out of memory" in text
+    assert text.index("No newer answer") < text.index("Faster: 1.73x")
+
+
 def test_a_study_tells_when_probes_are_newer_than_its_answer(study: Study) -> None:
     assert "came after this answer" not in text_of(study)
     assert study.result is not None
@@ -92,6 +100,8 @@ def test_a_study_without_an_answer_says_what_the_search_said(unanswered: Study) 
     why = "the smallest config needs at least 262 MiB; raise --memory-limit"
     text = _flat(text_of(replace(unanswered, facts=replace(unanswered.facts, no_answer=why))))
     assert f"No answer {why}" in text and "No answer yet" not in text
+    with pytest.raises(StudyError, match=f"the study gpt has no answer: {why}"):
+        replace(unanswered, facts=replace(unanswered.facts, no_answer=why)).answer()
 
 
 def test_a_study_without_probes_says_so(empty: Study) -> None:

@@ -330,6 +330,14 @@ def test_when_everything_fails_in_the_play_off_there_is_no_answer(tmp_path):
     assert recommender(tmp_path, Failing()).store.facts.no_answer == ""  # until this one ends
 
 
+def test_a_search_that_finds_an_answer_takes_back_that_another_of_the_study_found_none(tmp_path):
+    made = recommender(tmp_path, Staged())
+    made.store.keep(no_answer="everything ran out of memory")  # by one that shares the study
+    answer(made)
+    study = load_study(tmp_path / "closed.db")
+    assert study.result is not None and not study.facts.no_answer
+
+
 @pytest.mark.parametrize(
     ("stated", "said"),
     [

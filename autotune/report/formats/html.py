@@ -39,7 +39,15 @@ _LEAD = (
     "candidate for a few steps in a process of its own (a probe), and then compared the best few with the baseline, which "
     "is what was run before, in fresh processes that took turns (the play-off)."
 )
-_FIRST = ("Answer", "No answer", "No answer yet", "Recommended config", "Play-off", "Measured")  # before the pictures
+_FIRST = (  # before the pictures
+    "No newer answer",
+    "Answer",
+    "No answer",
+    "No answer yet",
+    "Recommended config",
+    "Play-off",
+    "Measured",
+)
 
 
 def render(study: Study) -> str:

@@ -54,6 +54,11 @@ def test_the_page_tells_the_verdict_the_config_the_reasons_and_the_machine(study
     assert {"Effect of each change", "Run it", "Probes", "Machine and versions"} <= set(page.titles)
 
 
+def test_that_the_last_search_found_no_answer_stands_first_on_the_page(study: Study) -> None:
+    failed = replace(study, facts=replace(study.facts, no_answer="everything ran out of memory"))
+    assert Page(render(failed)).titles[1:3] == ["No newer answer", "Answer"]
+
+
 def test_the_page_says_what_was_searched_for(study: Study) -> None:
     assert "gpt: how to train it fastest" in Page(render(study)).words
     thrifty = Page(render(replace(study, facts=replace(study.facts, objective="energy"))))
