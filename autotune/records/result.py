@@ -60,7 +60,7 @@ class Ranking:
         study: name of the study that keeps its search, in the same file as the user's own study.
         num_parameters, num_trainable: elements, all and those that require a gradient; None where that was not found out.
         config: None where there is no answer; then all figures are None, too, and `failure`, else empty, says why.
-        speedup, speedup_ci, verdict, confirmed, evaluation: as in `Result`.
+        speedup, speedup_ci, energy_ratio, energy_ratio_ci, verdict, confirmed, evaluation: as in `Result`.
     """
 
     choice: dict[str, Choice]
@@ -73,6 +73,8 @@ class Ranking:
     peak_bytes: int | None = None
     speedup: float | None = None
     speedup_ci: tuple[float, float] | None = None
+    energy_ratio: float | None = None
+    energy_ratio_ci: tuple[float, float] | None = None
     verdict: str = ""
     confirmed: bool = False
     evaluation: Evaluation | None = None

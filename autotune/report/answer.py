@@ -354,7 +354,7 @@ def _rankings(result: Result, techniques: Techniques) -> Section:
             figures = [
                 rate(ranking.samples_per_s or 0.0),
                 format_bytes(ranking.peak_bytes or 0),
-                gain_in_table(ranking.speedup, ranking.speedup_ci),
+                gain_in_table(ranking, ranking, result.goal.objective),
             ]
             told = Span("" if ranking.confirmed else "  not confirmed", Tone.WARNING)
         trained = ", ".join(techniques.label(name, choice) for name, choice in ranking.choice.items())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autotune.records.measured import Measured
 from autotune.records.objective import OBJECTIVES
 from autotune.records.outcome import Kind, Measurement
-from autotune.records.result import Result
+from autotune.records.result import EnergyUse, Ranking, Result
 from autotune.records.scaling import OnDevices
 from autotune.records.study import Prediction
 from autotune.units import format_bytes
@@ -186,8 +186,27 @@ def bound(low: float, high: float) -> str:
     return f"at most {times(high)}" if high < 1 else f"at least {times(low)}"
 
 
-def gain_in_table(speedup: float | None, ends: tuple[float, float] | None) -> str:
-    """`1.87x`, `at least 1.31x`, `1.16x noisy`, or a dash."""
-    if ends is not None and tells_nothing(*ends):
-        return f"{times(speedup)} {NOISY}"
-    return bound(*ends) if ends is not None and is_known(*ends) and is_wide(*ends) else times(speedup)
+def gain_in_table(
+    found: Result | Ranking, energy: EnergyUse | Ranking, objective: str, *, spreads: bool = False
+) -> str:
+    """`1.87x`, `at least 1.31x`, `1.16x noisy`, or a dash; where energy was searched for, `0.92x energy`.
+
+    Args:
+        energy: where the energy of `found` stands.
+        spreads: whether half the width of the interval stands beside the ratio.
+    """
+    ratio, ends, of = found.speedup, found.speedup_ci, ""
+    if OBJECTIVES[objective].is_thrift:
+        is_kept = ratio == 1 and ends is None  # as it is told where the answer is the baseline
+        ratio, ends, of = 1.0 if is_kept else energy.energy_ratio, energy.energy_ratio_ci, " energy"
+    if ratio is None:
+        return times(ratio)
+    if ends is None or not is_known(*ends):
+        told = times(ratio)
+    elif tells_nothing(*ends):
+        told = f"{times(ratio)} {NOISY}"
+    elif is_wide(*ends):
+        told = bound(*ends)
+    else:
+        told = f"{times(ratio)} {spread(ratio, *ends) if spreads else ''}".rstrip()
+    return f"{told}{of}"

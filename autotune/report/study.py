@@ -11,7 +11,7 @@ from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.result import Result
 from autotune.records.study import BASELINE, PLAY_OFF, Trial
 from autotune.report.answer import answer_sections, as_code, as_json, front_section
-from autotune.report.figures import counts, gain_in_table, limit_words, measured_rate, rate, said_of, spread, times
+from autotune.report.figures import counts, gain_in_table, limit_words, measured_rate, rate, said_of
 from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Tone, by_reason, pairs, table
 from autotune.study.reading import Study
 from autotune.techniques import Techniques
@@ -161,7 +161,15 @@ def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
     rows = ((name, *_answer_figures(answer, has_energy=has_energy)) for name, (_, answer) in named.items())
     titles = ("study", "verdict", ">gain", ">samples/s", ">baseline", ">peak", *([">J/sample"] if has_energy else []))
     yield Section("Answers", (table(titles, rows),), "gains over each study's own baseline, 95% intervals")
-    machines = {name: {**machine_facts(study), "kept in": study.storage} for name, (study, _) in named.items()}
+    machines = {
+        name: {
+            **machine_facts(study),
+            "objective": study.facts.objective,
+            "headroom": f"{study.headroom:.0%}",
+            "kept in": study.storage,
+        }
+        for name, (study, _) in named.items()
+    }
     facts = dict.fromkeys(fact for machine in machines.values() for fact in machine)
     told = {fact: [machine.get(fact, "-") for machine in machines.values()] for fact in facts}
     differing = [(fact, *values) for fact, values in told.items() if len(set(values)) > 1]
@@ -180,9 +188,7 @@ def _name_among(place: int, studies: Sequence[Study]) -> str:
 
 
 def _answer_figures(answer: Result, *, has_energy: bool) -> tuple[Cell, ...]:
-    found, gain = said_of(answer), gain_in_table(answer.speedup, answer.speedup_ci)
-    if answer.speedup is not None and answer.speedup_ci and gain == times(answer.speedup):
-        gain = f"{gain} {spread(answer.speedup, *answer.speedup_ci)}".rstrip()
+    found, gain = said_of(answer), gain_in_table(answer, answer.energy, answer.goal.objective, spreads=True)
     base = answer.baseline
     verdict = Span(found.brief, Tone.BEST if answer.verdict in ("faster", "thriftier") else Tone.PLAIN)
     played = (measured_rate(found) for found in answer.play_off.finalists if found.config == answer.config)

@@ -307,6 +307,8 @@ def _ranking(search: Search, choice: Mapping[str, Choice], result: Result | None
         peak_bytes=result.peak_bytes,
         speedup=result.speedup,
         speedup_ci=result.speedup_ci,
+        energy_ratio=result.energy.energy_ratio,
+        energy_ratio_ci=result.energy.energy_ratio_ci,
         verdict=result.verdict,
         confirmed=result.play_off.confirmed,
         evaluation=result.evaluation,

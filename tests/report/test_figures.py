@@ -103,6 +103,27 @@ def test_a_ranking_tells_a_wide_gain_as_a_bound(result: Result) -> None:
     assert "at least 1.31x" in told and "2.61x" not in told
 
 
+def test_where_energy_was_searched_for_a_table_tells_the_gain_in_energy(result: Result, study: Study) -> None:
+    energy = {"energy_ratio": 0.62, "energy_ratio_ci": (0.58, 0.66)}
+    slow = {"speedup": 0.92, "speedup_ci": (0.9, 0.94)}
+    thrifty = but(result, objective="energy", verdict="thriftier", **slow, **energy)
+    compared = as_text(comparison_sections([replace(study, result=thrifty)]), 200)
+    assert "0.62x ±6.5% energy" in compared and "0.92x" not in compared
+    kept = but(thrifty, energy_ratio=None, energy_ratio_ci=None, verdict="same", speedup=1.0, speedup_ci=None)
+    assert "1.00x energy" in as_text(comparison_sections([replace(study, result=kept)]), 200)
+    ranked = Ranking(
+        choice={"variant": "small"},
+        study="gpt",
+        config=result.config,
+        samples_per_s=75.0,
+        peak_bytes=2**30,
+        **slow,
+        **energy,
+    )
+    rankings = _told(but(thrifty, rankings=(ranked,))).partition("Rankings")[2]
+    assert "0.62x energy" in rankings and "0.92x" not in rankings
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -126,6 +126,13 @@ def test_answers_stand_in_rows_and_only_what_differs_between_machines_is_told(st
     assert "NVIDIA T4" in differs and "t4.db" in differs and "torch" not in differs.partition("Configs")[0]
 
 
+def test_what_was_searched_for_and_kept_free_is_told_where_it_differs(study: Study) -> None:
+    other = replace(study, name="thrifty", facts=replace(study.facts, objective="energy", headroom=0.2))
+    differs = as_text(comparison_sections([study, other]), width=120).partition("What differs")[2]
+    rows = [line.split() for line in differs.splitlines()]
+    assert ["objective", "throughput", "energy"] in rows and ["headroom", "5%", "20%"] in rows
+
+
 def test_answers_are_compared_by_energy_too_where_one_of_them_knows_it(study: Study) -> None:
     assert study.result is not None
     counted = replace(study, name="counted", result=but(study.result, joules_per_sample=0.52))
