@@ -228,7 +228,7 @@ def _database_file(given: str) -> Path | None:
     if "://" in given:
         return None
     named = Path(DEFAULT_FOLDER) / f"{given}.db"
-    return named if named.exists() and not Path(given).exists() else Path(given)
+    return named if named.is_file() and not Path(given).is_file() else Path(given)  # a folder may have a model's name
 
 
 def _connect(file: Path) -> sqlite3.Connection:
@@ -257,7 +257,7 @@ def _require_database(file: Path) -> None:
 
 def _databases_near(file: Path) -> str:
     """Databases that the user may have meant, in words."""
-    folders = [file] if file.is_dir() else [file.parent, Path(DEFAULT_FOLDER)]
+    folders = [file if file.is_dir() else file.parent, Path(DEFAULT_FOLDER)]
     found = sorted({path for folder in folders if folder.is_dir() for path in folder.glob("*.db")} - {file})
     if not found:
         return f"; `autotune search model.py` makes one in {DEFAULT_FOLDER}/"

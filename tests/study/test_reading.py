@@ -150,6 +150,16 @@ def test_what_the_option_study_named_is_found_by_that_name(tmp_path: Path, monke
     assert load_study("wide").storage == load_study("studies/wide.db").storage == "studies/wide.db"
 
 
+def test_a_folder_of_the_models_name_does_not_hide_its_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("studies", "gpt"):
+        (tmp_path / folder).mkdir()
+    write_study(tmp_path / "studies" / "gpt.db", with_probes=False, with_result=False)
+    assert load_study("gpt").storage == "studies/gpt.db"
+    with pytest.raises(StudyError, match=r"gpt is a folder; .*; did you mean studies/gpt\.db\?"):
+        load_study("gpt/")
+
+
 def test_a_model_file_in_place_of_its_study_leads_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "studies").mkdir()
