@@ -6,13 +6,12 @@ import argparse
 import math
 import multiprocessing
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.cli.files import read_config, read_options, require_other, require_writable, write
+from autotune.cli.files import SEVERAL, read_config, read_options, require_other, require_writable, write
 from autotune.cli.parser import ANSWERED, EVERYTHING, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
 from autotune.errors import ConfigError
 from autotune.records.options import (
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from autotune.tuning.events import Listener
 
 MODEL_FILE = "the model file"
-SEVERAL = re.compile(r"\d+(?:,\d+)+")  # numbers of devices: each is searched
 PAGE = "html"  # the form of a study that is a page
 
 
@@ -61,17 +59,17 @@ def search(options: argparse.Namespace) -> int:
         require_other(out, "--out", "the table", options.replay)
     found: Result | Scaling | None
     code = ANSWERED
-    on_each = SEVERAL.fullmatch(getattr(options, "devices", None) or "") is not None
+    asked = read_options(options, SearchOptions if options.script is None else CommandOptions)
+    on_each = SEVERAL.fullmatch(asked.get("devices", "")) is not None
     listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
     try:
         if on_each:
-            found = _search_on_each(options, listeners)
+            found = _search_on_each(options, listeners, asked)
         elif options.script is not None:
-            asked = read_options(options, CommandOptions)
             found = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
         else:
             where = _runner(options) or {"began_s": options.began_s, "runner": options.runner}
-            found = api.search(options.model, listeners=listeners, **where, **read_options(options, SearchOptions))
+            found = api.search(options.model, listeners=listeners, **where, **asked)
     except Interrupted as error:
         print(f"autotune: {error}", file=sys.stderr)
         found, code = error.scaling if on_each else error.result, INTERRUPTED
@@ -88,17 +86,16 @@ def search(options: argparse.Namespace) -> int:
     return code
 
 
-def _search_on_each(options: argparse.Namespace, listeners: Sequence[Listener]) -> Scaling:
+def _search_on_each(options: argparse.Namespace, listeners: Sequence[Listener], asked: dict[str, Any]) -> Scaling:
     """A search for each number of devices."""
     from autotune import api
 
     if options.script is not None or options.replay is not None or options.runner is not None:
         raise ConfigError(
-            f"--devices {options.devices} searches a model file on each number of devices of this machine; give one number, or a MODEL "
+            f"--devices {asked['devices']} searches a model file on each number of devices of this machine; give one number, or a MODEL "
             "alone"
         )
-    asked = {name: value for name, value in read_options(options, SearchOptions).items() if name != "devices"}
-    sizes = [int(number) for number in options.devices.split(",")]
+    sizes = [int(number) for number in asked.pop("devices").split(",")]
     return api.search_on_each(options.model, sizes, listeners=listeners, began_s=options.began_s, **asked)
 
 

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from autotune.records.config import BATCH_KEYS
 from autotune.records.options import (
     CHOICES,
     DEVICE,
+    DEVICES,
     EVAL,
     EXCLUDE,
     FIX,
@@ -30,6 +32,9 @@ from autotune.records.options import (
     GLOBAL_BATCH,
     GPU,
     INCLUDE,
+    ONE_DEVICE,
+    ONE_SLOT,
+    SLOTS,
     TRAIN_EPOCHS,
     TRAIN_STEPS,
     CommandOptions,
@@ -40,6 +45,7 @@ from autotune.records.options import (
 
 FILE = "pyproject.toml"
 _EXAMPLE = '{"batch_size": 16}'
+SEVERAL = re.compile(r"\d+(?:,\d+)+")  # of devices, the numbers that a search of a model file compares
 _INSTEAD = ((GPU, DEVICE), (TRAIN_STEPS, TRAIN_EPOCHS))  # of each pair a command takes one
 
 
@@ -62,10 +68,18 @@ def read_options(
 def _possible(project: Mapping[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What a project asks for, without the options that this form of the command, or a flag of it, rules out."""
     left_out = {other.name for pair in _INSTEAD for one, other in permutations(pair) if one.name in options}
-    if getattr(options, "replay", None) is not None:  # the table has a device and a global batch, and no dataset
-        left_out |= {DEVICE.name, GLOBAL_BATCH.name, TRAIN_EPOCHS.name, EVAL.name}
-    elif getattr(options, "script", None) is not None:  # only the keys of its own config are known there
-        left_out |= {FRAMEWORKS.name, TRAIN_EPOCHS.name, EVAL.name}
+    replay, script, runner = (getattr(options, name, None) for name in ("replay", "script", "runner"))
+    searches_file = options.command == "search" and replay is script is runner is None
+    if SEVERAL.fullmatch(project.get(DEVICES.name, "")) and not searches_file:
+        left_out |= {DEVICES.name}
+    if getattr(options, DEVICES.name, ONE_DEVICE) != ONE_DEVICE:  # a slot is one device
+        left_out |= {SLOTS.name}
+    if getattr(options, SLOTS.name, ONE_SLOT) != ONE_SLOT:
+        left_out |= {DEVICES.name}
+    if replay is not None:  # the table has devices and a global batch, and no dataset
+        left_out |= {DEVICE.name, DEVICES.name, SLOTS.name, GLOBAL_BATCH.name, TRAIN_EPOCHS.name, EVAL.name}
+    elif script is not None:  # only the keys of its own config are known there, and it chooses its devices itself
+        left_out |= {SLOTS.name, FRAMEWORKS.name, TRAIN_EPOCHS.name, EVAL.name}
         choices = options_given(options, CommandOptions).get(CHOICES.name, project.get(CHOICES.name, {}))
         keys = {*BATCH_KEYS, *CHOICES.kind.read(choices)}
         naming = (option for option in (FIX, INCLUDE, EXCLUDE) if option.name in project)

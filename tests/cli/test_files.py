@@ -117,6 +117,52 @@ def test_what_a_search_of_something_else_cannot_take_is_for_the_others(
         assert "fix" not in asked
 
 
+REPLAY, COMMAND = ("model.py", "--replay", "table.csv"), ("--command", "python train.py --batch {batch_size}")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "expected"),
+    [
+        ("devices = '1,2'", ("model.py",), {"sizes": [1, 2]}),
+        ("devices = '1,2'", ("model.py", "--devices", "2"), {"devices": "2"}),
+        ("devices = '1,2'", ("model.py", "--runner", "ray"), {}),
+        ("devices = '1,2'", ("model.py", "--slots", "all"), {"slots": "all"}),
+        ("devices = '1,2'", REPLAY, {}),
+        ("devices = '1,2'", COMMAND, {}),
+        ("devices = '2'", REPLAY, {}),
+        ("devices = '2'", COMMAND, {"devices": "2"}),
+        ("slots = 'all'", ("model.py", "--devices", "1,2"), {"sizes": [1, 2]}),
+        ("slots = 'all'", ("model.py", "--devices", "1"), {"devices": "1", "slots": "all"}),
+        ("slots = 'all'", REPLAY, {}),
+        ("slots = 'all'", COMMAND, {}),
+    ],
+)
+def test_devices_and_slots_are_taken_by_the_searches_that_have_them(
+    text: str, arguments: tuple[str, ...], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def search(model: str, sizes: list[int] | None = None, **options: Any) -> Any:
+        given = {"sizes": sizes, **{name: options.get(name) for name in ("devices", "slots")}}
+        asked.update({name: value for name, value in given.items() if value is not None})
+        return answer("sqlite:///gpt.db")
+
+    for name in ("search", "search_command", "search_on_each"):
+        monkeypatch.setattr(api, name, search)
+    monkeypatch.setattr(commands, "_runner", lambda options: {})
+    monkeypatch.chdir(write(tmp_path, f"[tool.autotune]\n{text}\n"))
+    assert main(["search", *arguments]) == 0
+    assert asked == expected
+
+
+def test_numbers_of_devices_to_compare_are_for_searches_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(api, "explain", lambda model, config, **options: asked.update(options) or 1 / 0)
+    monkeypatch.chdir(write(tmp_path, "[tool.autotune]\ndevices = '1,2'\ndevice = 'cpu'\n"))
+    main(["explain", "model.py"])
+    assert asked == {"device": "cpu"}
+
+
 def test_a_flag_that_stands_instead_of_it_leaves_it_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(api, "predict", lambda model, config, **options: asked.update(options) or 1 / 0)
