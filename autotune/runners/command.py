@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from autotune.records.config import (
 from autotune.records.device import NOT_MEASURED, Slot
 from autotune.records.energy import ONE_COUNTED
 from autotune.records.inspection import Inspection, Support, TaskFacts
+from autotune.records.measured import Measured
 from autotune.records.options import ONE_DEVICE
-from autotune.records.outcome import Kind, Outcome
+from autotune.records.outcome import Kind, Measurement, Outcome
+from autotune.records.study import Trial
 from autotune.runners import jobs
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Stated
@@ -48,6 +50,20 @@ _LOSS_NOT_SEEN = (
 )
 NO_STEP = "no step of an optimizer of torch.optim was seen until then"
 LARGEST_HASHED_BYTES = 2**20  # of a file that the command names: more is data
+_TOLD = {  # of each probe beside its config, by a study's frames and by trackers
+    *(item.name for record in (Trial, Measurement, Measured) for item in fields(record)),
+    *(
+        "cause",
+        "log",
+        "train_s",
+        "wall_s",
+        "peak_mib",
+        "description",
+        "joules_per_sample_low",
+        "joules_per_sample_high",
+    ),
+}
+_TOLD_TOO = re.compile(r"phase_\w+_s|predicted_\w+")
 _PLACEHOLDER = re.compile(r"(?<![$\\])( ?)\{([A-Za-z_]\w*)\}")
 
 
@@ -61,7 +77,8 @@ class Command:
         choices: name -> choice -> the words that stand for it; the first is what is run today.
 
     Raises:
-        ConfigError: a placeholder without choices, or choices without a placeholder.
+        ConfigError: a placeholder without choices, choices without a placeholder, or choices with the name of something else
+            that is told of each probe.
     """
 
     template: str
@@ -79,6 +96,11 @@ class Command:
         for name, texts in self.choices.items():
             if name in filled:
                 raise ConfigError(f"--choices {name}: {{{name}}} is filled in by autotune; leave its choices out")
+            if name in _TOLD or _TOLD_TOO.fullmatch(name):
+                raise ConfigError(
+                    f"--choices {name}: a study tells {name} of each probe, which would hide the choice; give the placeholder another "
+                    f"name, such as {{my_{name}}}"
+                )
             if name not in self._placeholders:
                 raise ConfigError(f"--choices {name}: --command has no {{{name}}}; write it where its words belong")
             if not texts:

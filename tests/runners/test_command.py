@@ -381,6 +381,7 @@ def test_a_command_line_is_filled_in_and_what_is_empty_leaves_no_blank():
         ("python train.py {batch_size} {amp}", {}, "{amp}, which stands for nothing"),
         ("python train.py {batch_size}", {"amp": {"off": ""}}, "has no {amp}"),
         ("python train.py {batch_size}", {"batch_size": {"8": "8"}}, "filled in by autotune"),
+        ("python train.py {batch_size} {stage}", {"stage": {"2": "--zero_stage 2"}}, "such as {my_stage}"),
     ],
 )
 def test_a_placeholder_and_its_choices_belong_together(line, choices, said):

@@ -6,6 +6,8 @@ import pandas as pd
 import pytest
 from pandas.api import types
 
+from autotune.errors import ConfigError
+from autotune.runners.command import Command
 from autotune.study.reading import Study
 from tests.report.sample_study import ANSWER, BASELINE, measured
 
@@ -14,6 +16,12 @@ def test_there_is_a_row_for_each_probe_and_a_column_for_each_technique(study: St
     frame = study.frame()
     assert list(frame["number"]) == [probe.number for probe in study.probes]
     assert set(BASELINE) <= set(frame.columns)
+
+
+def test_no_column_of_a_probe_is_hidden_by_a_choice_of_a_command(study: Study) -> None:
+    for column in {*study.frame().columns, *study.front().columns} - {*BASELINE}:
+        with pytest.raises(ConfigError, match=f"a study tells {column} of each probe"):
+            Command(f"python train.py {{batch_size}} {{{column}}}", {column: {"off": ""}})
 
 
 def test_the_figures_are_those_of_the_measurement(study: Study) -> None:
