@@ -95,9 +95,8 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
     later, num_rechecks = _later(search)
     gain = None if is_baseline or speedup is None else speedup
     told = gain and widen(gain, later)
-    verdict, undecided = verdict_of(
-        search, played, gain_of(search, played, speedup, kept=is_baseline), kept=is_baseline
-    )
+    judged = gain_of(search, played, speedup, kept=is_baseline)
+    verdict, undecided = verdict_of(search, played, judged, kept=is_baseline)
     found = clearance.of_answer(answer)
     unchecked = "" if clearance.is_cleared(answer) else UNCHECKED
     known = Answer(
