@@ -49,10 +49,11 @@ def _pidfd_open(pid: int) -> int:
 
 def _look_at(pid: int) -> int:
     """A pipe that a child of this process closes once another process has ended. The child ends when nobody has the pipe any more."""
-    if (began := _began(pid)) is None:
+    if not _stat_of(pid).exists():
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    began = _began(pid)
     reader, writer = os.pipe()
-    if os.fork():
+    if began is None or os.fork():
         os.close(writer)
         return reader
     try:
@@ -68,7 +69,11 @@ def _look_at(pid: int) -> int:
 def _began(pid: int) -> str | None:
     """When a process began, in the kernel's ticks; None where it has ended, even if nobody has waited for it."""
     try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        state, *others = _stat_of(pid).read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
     return None if state in ("Z", "X") else others[18]
+
+
+def _stat_of(pid: int) -> Path:
+    return Path(f"/proc/{pid}/stat")

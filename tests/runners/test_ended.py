@@ -39,6 +39,9 @@ def test_a_process_has_ended_once_it_was_killed_though_nobody_has_waited_for_it(
         assert not has_ended(process, 0.1) and not os.get_inheritable(process)
         child.kill()
         assert has_ended(process, 10.0)
+        os.close(process)
+        process = open_process(child.pid)
+        assert has_ended(process, 10.0)
     finally:
         os.close(process)
         child.wait()
