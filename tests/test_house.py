@@ -77,6 +77,7 @@ MAY_ASK_FOR_TECHNIQUES = {
     "integrations/lightning.py",
     "integrations/loops.py",
     "integrations/transformers.py",
+    "export/transformers.py",
     "integrations/base.py",
     "runners/worker.py",
     "probe/checks.py",

@@ -15,10 +15,12 @@ from autotune.export.base import (
     unknown_of_copies,
     unsaid_clipping,
 )
+from autotune.records.config import Choice
 from autotune.records.result import Result
-from autotune.techniques import SPREAD
+from autotune.techniques import SPREAD, Technique, find_techniques
 from autotune.techniques.frameworks import TRANSFORMERS, merge
-from autotune.techniques.optimizer_impl import OptimizerImpl
+
+_FUSED = "adamw_torch_fused"  # a Trainer's default with torch 2.8 and later
 
 
 class Transformers(Exporter):
@@ -58,12 +60,20 @@ def _users_adamw(
 
     Nothing where the task was built in Python: that may be of a Trainer, which has an `optim` of its own.
     """
-    name, subject = OptimizerImpl.name, result.subject
-    by_file = bool(subject.model and subject.parts) and subject.optimizer == OptimizerImpl.said_of
-    if not by_file or "optim" in said or result.config.get(name) != OptimizerImpl.off:
+    subject, (technique, fused) = result.subject, _fusing()
+    by_file = bool(subject.model and subject.parts) and subject.optimizer == technique.said_of
+    if not by_file or "optim" in said or result.config.get(technique.name) != technique.off:
         return {}, {}
-    # "fused" is searched where the file's own optimizer is not fused already
-    if "configure_optimizers" not in subject.parts or "fused" in space.get(name, ()):
+    # the fused one is searched where the file's own optimizer is not fused already
+    if "configure_optimizers" not in subject.parts or fused in space.get(technique.name, ()):
         return {"optim": "adamw_torch"}, {}
-    why = "a Trainer may take the fused one: give `optim` adamw_torch, or adamw_torch_fused where yours has fused=True"
-    return {}, {name: f"{OptimizerImpl.off}: {why}"}
+    why = f"a Trainer may take the fused one: give `optim` adamw_torch, or {_FUSED} where yours has fused=True"
+    return {}, {technique.name: f"{technique.off}: {why}"}
+
+
+def _fusing() -> tuple[Technique, Choice]:
+    """The technique that has words for a Trainer's default, and which choice of it that is."""
+    every = ((technique, choice) for technique in find_techniques().values() for choice in technique.choices)
+    return next(
+        one for one in every if one[0].write(TRANSFORMERS, one[1], optimizer=one[0].said_of) == {"optim": _FUSED}
+    )

@@ -167,14 +167,20 @@ def test_a_study_of_another_machine_is_refused_and_the_difference_shown(answered
 
 def test_a_search_over_a_model_with_every_fault_goes_on_to_a_right_answer(tmp_path):
     shutil.copy(MODELS / "faulty.py", tmp_path)
-    fixed = ("amp=off", "optimizer_impl=default", "checkpoint_segments=0", "inplace_activations=false")
+    fixed = (
+        "amp=off",
+        "optimizer_impl=default",
+        "checkpoint_segments=0",
+        "inplace_activations=false",
+        "keep_heap=false",
+    )
     fix = [part for name in fixed for part in ("--fix", name)]
     result = search(
         "faulty.py",
         "--budget",
         "60s",
         "--trials",
-        "12",
+        "24",
         "--sampler",
         "grid",
         "--probe-timeout",

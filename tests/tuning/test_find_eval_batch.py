@@ -119,8 +119,9 @@ def test_the_result_the_study_and_the_terminal_tell_it(tmp_path: Path) -> None:
 
 
 def test_a_search_that_goes_on_repeats_none_of_it(tmp_path: Path) -> None:
-    first = searched(tmp_path, Evaluating(), eval=True, fix={"amp": "bf16", "optimizer_impl": "fused"})
-    second = searched(tmp_path, runner := Evaluating(), eval=True, fix={"amp": "bf16", "optimizer_impl": "fused"})
+    options = {"eval": True, "fix": {"amp": "bf16", "optimizer_impl": "fused"}, "num_trials": 6}
+    first = searched(tmp_path, Evaluating(), **options)
+    second = searched(tmp_path, runner := Evaluating(), **options)
     if first.config["checkpoint_segments"] == second.config["checkpoint_segments"]:
         assert not runner.evaluations and second.evaluation == first.evaluation
     third = searched(tmp_path, runner, fix={"amp": "bf16", "optimizer_impl": "fused"})
