@@ -471,13 +471,18 @@ def _use(reasons: Reasons) -> Iterator[Paragraph]:
     if use := reasons.use:
         flops, moved = format_per_s(use.flops_per_s, "FLOP"), format_per_s(use.bytes_per_s, "B")
         yield Paragraph(
-            f"{flops} in {use.arithmetic}, {use.flops_share:.0%} of what this device was measured to reach for such work; "
-            f"operators move {moved}, {use.bandwidth_share:.0%} of its memory's bandwidth."
+            f"{flops} in {use.arithmetic}, {_portion(use.flops_share)} what this device was measured to reach for such work; "
+            f"operators move {moved}, {_portion(use.bandwidth_share)} its memory's bandwidth."
         )
     if use and max(use.flops_share, use.bandwidth_share) > 1:
         yield Paragraph(Span(f"More than 100%: {_beyond(use)}.", Tone.NOTE))
     if reasons.tokens_per_s:
         yield Paragraph(f"{reasons.tokens_per_s:,.0f} tokens/s, as loss_weight counts.")
+
+
+def _portion(share: float) -> str:
+    """`34% of`. Where a share is far beyond one, the measurement of the device went wrong, and by how much says nothing."""
+    return f"{share:.0%} of" if share <= 2 else "more than twice"
 
 
 def _beyond(use: DeviceUse) -> str:

@@ -75,6 +75,15 @@ def test_a_share_above_what_was_measured_is_told_as_such(result: Result, changes
     assert f"More than 100%: {why}" in _flat(text_of(but(result, use=replace(use, **changes)), 200))
 
 
+def test_what_is_far_more_than_the_device_was_measured_to_reach_has_no_percentage(result: Result) -> None:
+    use = DeviceUse(
+        arithmetic="bf16", flops_per_s=2e11, flops_share=1572.1, bytes_per_s=9e9, bandwidth_share=2.5, contention=0.47
+    )
+    text = _flat(text_of(but(result, use=use), 200))
+    assert "in bf16, more than twice what this device was measured to reach" in text
+    assert "more than twice its memory's bandwidth" in text and "others held the device for 47%" in text
+
+
 def test_the_config_can_be_pasted_and_is_the_measured_one(result: Result) -> None:
     text = text_of(result)
     literal = text[text.index("{") : text.index("}") + 1]
