@@ -29,8 +29,8 @@ from autotune.session import Session
 from autotune.task.batches import StepBatch, fresh_copy
 
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
-SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
+SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 # A micro step longer than this is split by phase while it is timed, as to wait for the device in between costs nothing, and what has
 # settled of its warm-up counts: a single block is then long enough to see other work in it.
 LONG_S = 0.3
@@ -534,23 +534,27 @@ class Run:
         return is_whole or bool(self._together.largest(any(map(weight, batch, batch.sizes))))
 
     def _note_gradients(self) -> None:
-        """Note which parameters have a gradient, and what makes memory for one like it. A sparse one would grow when added to."""
-        if self.session.world.size > 1 or self.session.task.takes_whole_steps:
+        """Where the config accumulates, note which parameters have a gradient, and what makes memory for one like it.
+
+        A sparse one would grow when added to.
+        """
+        session = self.session
+        if session.config.accumulation_steps == 1 or session.world.size > 1 or session.task.takes_whole_steps:
             return
         self._gradients = [
             (p, partial(torch.empty_strided, g.size(), g.stride(), dtype=g.dtype, device=g.device))
-            for p in self.session.model.parameters()
+            for p in session.model.parameters()
             if (g := p.grad) is not None and g.layout is torch.strided
         ]
 
     def _begin_with_gradients(self) -> None:
-        """Where the config accumulates, give the parameters gradients of zero, as they have some after a step's first micro batch.
+        """Give the parameters that were noted gradients of zero, as they have some after an accumulating step's first micro batch.
 
         To add to them takes longer than to make them: 5 % of a step of two micro batches, where most parameters were an embedding's.
         """
-        if self.session.config.accumulation_steps > 1 and self._gradients:
-            for parameter, make in self._gradients:
-                parameter.grad = make().zero_()
+        for parameter, make in self._gradients:
+            parameter.grad = make().zero_()
+        if self._gradients:
             self.device.synchronize()
 
     def _clear_gradients(self) -> None:
