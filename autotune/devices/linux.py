@@ -279,8 +279,8 @@ class ProcessorWatch:
     Two counters of the kernel tell. `schedstat` counts for each thread how long it was runnable but waited for a processor.
     Divided by wall time and compute threads, this is the share of their time that the threads lacked: 0.5 for two equal
     processes on one core. Threads of this process, and its data-loading workers, also wait for each other, so the share is
-    bounded by what they left unused of their processors. On a virtual machine `steal` in `/proc/stat` counts the time that
-    the hypervisor gave to others.
+    bounded twice: by what they left unused of their processors, and by the time that others worked there, which `/proc/stat`
+    counts. On a virtual machine its `steal` counts the time that the hypervisor gave to others.
     """
 
     def __init__(self, proc: Path = PROC) -> None:
@@ -301,11 +301,13 @@ class ProcessorWatch:
         waited_ns = sum(max(0, wait - self._waited_ns.get(thread, 0)) for thread, wait in self._thread_waits().items())
         waited = waited_ns / 1e9 / (wall_s * num_threads)
         may_use = min(len(processors()), processor_quota() or math.inf)  # a container may be granted fewer than it sees
-        unused = 1 - (self._processor_time() - self._used_s) / (wall_s * may_use)
-        waited = max(0.0, min(waited, unused, 1.0))
-        busy, stolen = self._ticks()
-        wanted = busy - self._busy + stolen - self._stolen
-        steal = (stolen - self._stolen) / wanted if wanted > 0 else 0.0
+        own_s = self._processor_time() - self._used_s
+        unused = 1 - own_s / (wall_s * may_use)
+        busy, stolen = (now - before for now, before in zip(self._ticks(), (self._busy, self._stolen), strict=True))
+        by_others = (busy / os.sysconf("SC_CLK_TCK") - own_s) / wall_s if busy > 0 else math.inf
+        waited = max(0.0, min(waited, unused, by_others, 1.0))
+        wanted = busy + stolen
+        steal = stolen / wanted if wanted > 0 else 0.0
         return waited + (1 - waited) * max(0.0, steal)
 
     def own_work(self) -> float:

@@ -224,8 +224,8 @@ def test_a_thread_that_ended_does_not_disturb_the_measurement():
     assert 0 <= device.contention() <= 1
 
 
-def write_ticks(proc, busy, stolen):
-    lines = [f"cpu{core} {busy} 0 0 1000 0 0 0 {stolen} 0 0" for core in os.sched_getaffinity(0)]
+def write_ticks(proc, busy, stolen, cores=None):
+    lines = [f"cpu{core} {busy} 0 0 1000 0 0 0 {stolen} 0 0" for core in cores or os.sched_getaffinity(0)]
     (proc / "stat").write_text("\n".join(["cpu 0 0 0 0 0 0 0 0 0 0", *lines]))
 
 
@@ -246,6 +246,20 @@ def test_what_threads_of_a_container_wait_for_its_own_limit_is_not_contention(tm
     watch._thread_waits = lambda: dict.fromkeys(map(str, range(8)), 7_000_000_000)
     watch._processor_time = lambda: watch._used_s + (10.0 * 2.4 if quota is None else 10.0 * 4)
     assert watch.share(8) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(("others_s", "share"), [(0.2, 0.02), (2.0, 0.15)])
+def test_a_thread_that_waits_for_its_own_data_workers_is_not_disturbed(tmp_path, monkeypatch, others_s, share):
+    """In ten seconds it and its workers use 17 s of two processors. It waits for 2 s, mostly while its own workers run."""
+    monkeypatch.setattr(linux, "processors", lambda: frozenset({0, 1}))
+    per_s = os.sysconf("SC_CLK_TCK") / 2
+    write_ticks(tmp_path, busy=0, stolen=0, cores=(0, 1))
+    watch = ProcessorWatch(proc=tmp_path)
+    write_ticks(tmp_path, busy=round((17 + others_s) * per_s), stolen=0, cores=(0, 1))
+    watch._started_s = time.monotonic() - 10.0
+    watch._thread_waits = lambda: {"1": 2_000_000_000}
+    watch._processor_time = lambda: watch._used_s + 17.0
+    assert watch.share(1) == pytest.approx(share, abs=0.005)
 
 
 def test_where_the_kernel_tells_neither_peaks_nor_kinds_of_memory_what_is_resident_stands_for_them(monkeypatch):
