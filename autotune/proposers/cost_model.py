@@ -154,7 +154,7 @@ class CostModel:
         ran = (one for one in history.evidence if one[0].has_techniques_of(best) and one[0] != baseline)
         return next(ran, None)
 
-    def _is_borne_out(self, history: History) -> bool:
+    def is_borne_out(self, history: History) -> bool:
         """Whether that config was clearly faster than the baseline, and by about as much as in that study.
 
         Until then a search goes on as if it had been taught nothing, so that a study that misleads costs one probe.
@@ -192,7 +192,7 @@ class CostModel:
                 probes,
                 lengths,
                 Roofline.of(self._calibration, peaks),
-                self.taught.said(history.space) if self._is_borne_out(history) else {},
+                self.taught.said(history.space) if self.is_borne_out(history) else {},
                 self.taught.chance_to_hold,
             ),
             memory_model,

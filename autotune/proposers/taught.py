@@ -12,20 +12,24 @@ from autotune.study.history import History
 
 
 class StartWhereOthersEnded:
-    """The most alike study's answer, once: at its micro batch, or at the nearest below that fits."""
+    """The most alike study's answer: at its micro batch, or at the nearest below that fits.
+
+    Where it was as fast as it was there and needed more memory than it may, it is tried once more at a smaller one.
+    """
 
     def __init__(self, cost_model: CostModel) -> None:
         self._cost_model = cost_model
 
     def propose(self, history: History) -> Proposal | None:
-        """That config; None where its techniques were probed at any batch, where it is the baseline, and where nothing was taught."""
+        """That config; None where its techniques were probed, where it is the baseline, and where nothing was taught."""
         first = self._cost_model.taught.first
         if first is None or history.best is None:
             return None
         space, admissible = history.space, history.admissible()
         config = space.snap(first.choices)
         tried = (*history.known, *history.in_flight)
-        if any(config.has_techniques_of(other) for other in tried if other != space.baseline) or config in tried:
+        alike = [other for other in tried if config.has_techniques_of(other) and other != space.baseline]
+        if config == space.baseline or (alike and not self._just_misses_the_limit(history, alike)):
             return None
         sizes = sorted(
             (int(size) for size in space.choices[BATCH_SIZE] if int(size) <= config.batch_size), reverse=True
@@ -36,6 +40,12 @@ class StartWhereOthersEnded:
                 named = self._cost_model.taught.lessons[0].study.name
                 return Proposal(config=smaller, reason=f"the best of {named}, a like study")
         return None
+
+    def _just_misses_the_limit(self, history: History, alike: list[Config]) -> bool:
+        """Whether the one config with its techniques that was probed ran as fast as it was told, and does not fit."""
+        if len(alike) > 1 or (outcome := history.known.get(alike[0])) is None:
+            return False
+        return not history.objective.feasible(outcome) and self._cost_model.is_borne_out(history)
 
 
 class OnOwnJudgement:

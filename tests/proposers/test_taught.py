@@ -97,3 +97,32 @@ def test_what_another_search_of_the_study_runs_is_not_tried_at_a_smaller_batch(t
     assert proposal is not None and proposal.config == lent
     search.history.catch_up(search.history.trials, frozenset({lent}))
     assert StartWhereOthersEnded(cost_model).propose(search.history) is None
+
+
+class Larger(ClosedFormRunner):
+    def peak_bytes(self, config: Config) -> int:
+        return super().peak_bytes(config) + 40 * 2**20
+
+
+def test_what_ran_as_told_and_just_misses_the_limit_is_tried_once_at_a_smaller_batch(tmp_path: Path) -> None:
+    search = make_search(tmp_path, Larger())
+    measure_baseline(search)
+    told = {"amp": "bf16", "checkpoint_segments": 2, "batch_size": 24}  # it needs 969 MiB, and 950 are usable
+
+    def smaller_than_told(history: Any, config: Config) -> bool:
+        return config.batch_size < 24
+
+    cost_model: Any = SimpleNamespace(
+        taught=SimpleNamespace(
+            first=SimpleNamespace(choices=told), lessons=[SimpleNamespace(study=SimpleNamespace(name="some"))]
+        ),
+        is_likely_to_fit=smaller_than_told,
+        is_borne_out=lambda history: True,
+    )
+    proposer = StartWhereOthersEnded(cost_model)
+    search.probe(Proposal(config=search.history.space.complete(told)))
+    proposal = proposer.propose(search.history)
+    assert proposal is not None and proposal.config == search.history.space.complete({**told, "batch_size": 16})
+    search.probe(proposal)
+    assert proposer.propose(search.history) is None
+    assert len(search.history.feasible) == 2
