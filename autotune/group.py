@@ -97,7 +97,10 @@ def join(world: World, device: torch.device, meeting: Path | str = "", wait_s: f
     _end_after_the_threads()
     if distributed.is_initialized():
         if (size := distributed.get_world_size()) != world.size:
-            raise ConfigError(f"a world of {world.size} processes was asked for, and torch's process group has {size}")
+            raise ConfigError(
+                f"a world of {world.size} processes was asked for, and torch's process group has {size}; start {world.size} processes, or "
+                f"pass World(size={size})"
+            )
         return
     if isinstance(meeting, Path):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -398,11 +398,15 @@ def _spread_out(build: Build, techniques: Techniques, *, is_launched: bool) -> N
     """
     if build.world.size == 1:
         for name, choice in techniques.switched_on(build.config, Phase.SPREAD):
-            raise UnsupportedError(f"{name}={choice}: it needs several processes, and there is one")
+            raise UnsupportedError(
+                f"{name}={choice}: it needs several processes, and there is one; start the script with `torchrun --nproc-per-node N`, "
+                f"or leave {name} out of the config"
+            )
         return
     if build.task.takes_whole_steps:
         raise UnsupportedError(
-            "the task's own step is run as it is, and gradients of several processes are averaged inside it"
+            f"train_step cannot train in {build.world.size} processes: a whole step of your own averages no gradients; write "
+            "training_step(model, batch), or train in one process"
         )
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 

@@ -87,7 +87,7 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
         return (device,)
     named = re.fullmatch(r"(?:(cpu|cuda):(?=\d)|(?=\d+\Z))(\d+(?:,\d+)*)|all", devices)
     if named is None:
-        raise DeviceError(f"{devices!r} names no devices; expected a number, all, cuda:0,1 or cpu:2")
+        raise DeviceError(f"--devices {devices} names no devices; expected a number, all, cuda:0,1 or cpu:2")
     if not named[1] and ":" in device:
         raise DeviceError(f"--devices {devices} counts devices, and --device {device} names one; leave one of them out")
     kind, numbers = named[1] or open_device(device).kind, named[2]
@@ -98,8 +98,10 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
             raise DeviceError(f"{devices!r} names no processes on the CPU; say how many: cpu:2")
         return (CpuDevice.kind,) * int(numbers)
     indices = [*(map(int, numbers.split(",")) if named[1] else range(_num_gpus() if numbers is None else int(numbers)))]
-    if len({*indices}) < len(indices) or not indices:
-        raise DeviceError(f"{devices!r} names a device twice, or none: each of them runs one process")
+    if not indices:
+        raise DeviceError(f"--devices {devices} names no device; expected at least one")
+    if len({*indices}) < len(indices):
+        raise DeviceError(f"--devices {devices} names a device twice; name each once, such as cuda:0,1")
     return tuple(open_device(f"{kind}:{index}").name for index in indices)
 
 

@@ -41,7 +41,8 @@ class World(Record):
             object.__setattr__(self, "data_parallel", self.size)
         if self.size % self.data_parallel:
             raise ConfigError(
-                f"a world of {self.size} processes does not divide into {self.data_parallel} that share the samples"
+                f"a world of {self.size} processes does not divide into {self.data_parallel} that share the samples; give a divisor of "
+                f"{self.size} as data_parallel"
             )
 
     @property

@@ -172,6 +172,15 @@ def _price(value: Any) -> Price:
     return Price.parse(value)
 
 
+def _seconds_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return None
+    try:
+        return SECONDS.read(value)
+    except ValueError as error:
+        raise ValueError(f"{error}; or auto") from None
+
+
 SWITCH = Kind(read=_switch, python="bool", metavar="")  # on a command line a word without a value
 COUNT = whole(1, "at least 1")
 SEED = whole(0, f"a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
@@ -182,7 +191,7 @@ SECONDS = Kind(
     write=format_exact_seconds,
 )
 SECONDS_OR_AUTO = Kind(
-    read=lambda value: None if value == "auto" else SECONDS.read(value),
+    read=_seconds_or_auto,
     python="str | float",
     metavar="auto|90s|5m",
     write=format_exact_seconds,

@@ -73,14 +73,14 @@ SLOTS = Option(
     "slots",
     kinds.text("N|all|cuda:0,1|cpu:2"),
     EFFORT,
-    "run independent probes at once, one on each of so many devices or parts of the CPU",
+    "run independent probes at once, each on a device or a part of the CPU of its own",
 )
 ONE_SLOT = "1"
 MEMORY_LIMIT = Option(
     "memory_limit",
     kinds.MEMORY,
     TASK,
-    "bytes of one training process, or a share of the device's; default: what the study began with, all that is free for a new one",
+    "memory of one training process, in bytes or as a share of the device's; default: all that is free, or the limit of a continued study",
 )
 GLOBAL_BATCH = Option("global_batch", kinds.COUNT, TASK, "samples per optimizer step, in place of the task's own")
 HEADROOM = Option("headroom", kinds.SHARE, TASK, "share of the memory limit to keep free")
@@ -96,7 +96,7 @@ TRAIN_STEPS = Option(
     SPACE,
     "optimizer steps of the baseline that the training is to take: compiling then counts as a part of its time",
 )
-TRAIN_EPOCHS = Option("train_epochs", kinds.COUNT, SPACE, "the same in passes over the task's dataset")
+TRAIN_EPOCHS = Option("train_epochs", kinds.COUNT, SPACE, "the length of the training in passes over the task's dataset, in place of --train-steps")
 FIX = Option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
 INCLUDE = Option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
 EXCLUDE = Option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")
@@ -111,7 +111,7 @@ CHOICES = Option(
     "choices", kinds.TEXTS_OF, SCRIPT, "the words that stand for {NAME} in the command; the first is what you run today"
 )
 BASELINE = Option(
-    "baseline", kinds.CHOICE_OF, SCRIPT, "what you run today, e.g. batch_size=8, where it is no first choice"
+    "baseline", kinds.CHOICE_OF, SCRIPT, "what you run today where it is not the first choice, e.g. batch_size=8"
 )
 SAMPLER = Option(
     "sampler", kinds.text("NAME"), SPACE, "the proposer of configs: cost-model, Optuna's gp, tpe or random, or grid"

@@ -308,7 +308,7 @@ def _later(result: Result) -> str:
     known = (
         f"as {plural(number, 'later run')} of answers on this machine did"
         if number
-        else f"which is assumed until `autotune verify {result.subject.model or 'MODEL'} --against STUDY` has measured it here"
+        else f"which is assumed until `autotune verify {result.subject.model or 'MODEL'} --against STUDY --steps 100` has measured it here"
     )
     return f"The speed-up's interval allows for a later run that differs by {result.play_off.later_std:.1%}, {known}."
 

@@ -276,11 +276,11 @@ def _difference(key: str, before: Any, after: Any) -> str:
     if isinstance(before, tuple) and isinstance(after, tuple):
         lacks, has = [one for one in before if one not in after], [one for one in after if one not in before]
         if not lacks and not has:
-            return f"{key} has another order or number"
+            return f"{key} differ in order or number"
         if not lacks:
-            return f"{key} has besides {_shown(key, has)}"
+            return f"{key} now has {_shown(key, has)} too"
         if not has:
-            return f"{key} has no longer {_shown(key, lacks)}"
+            return f"{key} no longer has {_shown(key, lacks)}"
         before, after = lacks, has
     if isinstance(before, dict) and isinstance(after, dict):
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]

@@ -103,10 +103,11 @@ class PriorStore:
                         _rewrite(file, [study for study in studies if study.name != name])
                     forgotten += gone
         except OSError as error:
-            raise StudyError(f"{self._folder} cannot be written: {error}") from None
+            raise StudyError(f"{self._folder} cannot be written: {error}; change its permissions") from None
         if name is not None and not forgotten:
-            known = ", ".join(repr(study.name) for study in self.studies()) or "nothing is"
-            raise StudyError(f"{name!r} is not remembered in {self._folder}; remembered: {known}")
+            if known := ", ".join(repr(study.name) for study in self.studies()):
+                raise StudyError(f"{name!r} is not remembered in {self._folder}; expected one of {known}, or all")
+            raise StudyError(f"nothing is remembered in {self._folder}; give the folder of your studies by --folder")
         return forgotten
 
     @contextlib.contextmanager

@@ -61,7 +61,8 @@ class ActivationOffload(Technique):
         """Replace the forward of the blocks."""
         blocks, number = blocks_of(build.task, build.model).larger, int(choice)
         if number > len(blocks):
-            raise UnsupportedError(f"activation_offload={choice}: the model has no more than {len(blocks)} blocks")
+            found = plural(len(blocks), "block")
+            raise UnsupportedError(f"activation_offload={choice}: the model has {found}; choose at most as many")
         spread = (blocks[index * len(blocks) // number] for index in range(number))
         offload(build.model, build.device.torch_device, **build.acting_on(self.name, spread))
 

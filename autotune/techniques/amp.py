@@ -137,7 +137,7 @@ class Amp(Technique):
             elif not setting.device.capabilities.own_processors and (reason := _impossible(setting, str(choice))):
                 reasons.append(reason)
             elif found is not None and not found.ends:
-                reasons.append(f"{choice} is left out, a step in it would hardly end here ({found.figures})")
+                reasons.append(f"{choice} is left out: a step in it would take too long here ({found.figures})")
             elif found is not None and found.gain < WORTH:
                 optional.append(choice)
                 reasons.append(f"{choice} is {1 / found.gain:.3g} times slower than fp32 here ({found.figures})")

@@ -83,8 +83,8 @@ class CheckpointSegments(Technique):
         """Replace the forward of the blocks, and of the `Sequential` that holds them."""
         chain = blocks_of(build.task, build.model)
         if int(choice) > len(chain.blocks):
-            most = plural(len(chain.blocks), "block")
-            raise UnsupportedError(f"checkpoint_segments={choice}: the model has no more than {most}")
+            found = plural(len(chain.blocks), "block")
+            raise UnsupportedError(f"checkpoint_segments={choice}: the model has {found}; choose at most as many")
         first = (chain.blocks[start] for start, _ in _segments(chain, int(choice)))
         blocks = (block for block in first if not is_layer(block))
         whole = {} if chain.sequential is None else {"sequential": chain.sequential}

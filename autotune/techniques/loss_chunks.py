@@ -52,7 +52,7 @@ class LossChunks(Switch):
     def conflict(self, config: Config) -> str:
         if config["amp"] == "fp16":
             return "the gradient is computed before the gradient scaler scales the loss, and would underflow"
-        return "compiled code knows no scores that are not there yet" if config["compile"] != "off" else ""
+        return "it cannot be compiled: the scores are never there as a whole" if config["compile"] != "off" else ""
 
     def why_not(self, setting: Setting) -> str:
         """It applies where `cross_entropy` takes the scores of such a layer directly, at most cut or reshaped."""

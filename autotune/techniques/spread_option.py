@@ -26,7 +26,7 @@ class SpreadTechnique(Technique):
     keeps_random_masks = True
 
     def why_not(self, setting: Setting) -> str:
-        return "" if setting.world.size > 1 else "one process trains alone, and several need --devices"
+        return "" if setting.world.size > 1 else "only one process trains; --devices starts several"
 
 
 class SpreadOption(SpreadTechnique):
@@ -46,4 +46,4 @@ class SpreadOption(SpreadTechnique):
         if shards_parameters(config) == self.of_shards:
             return ""
         what = "sharded parameters" if self.of_shards else "copies of the model"
-        return f"it is an option of {what}, which parallel={config['parallel']} has not"
+        return f"it is an option of {what}, and parallel={config['parallel']} has none"

@@ -63,7 +63,7 @@ def measure_baseline_again(search: Search) -> bool:
         and search.budget.allows_a_probe(history)
     ):
         return False
-    reason = "once more, for nothing came near it: the machine may have become slower since"
+    reason = "again, because no config came close: the machine may have become slower"
     return search.probe(Proposal(config=baseline, stage=BASELINE, reason=reason)) is not None
 
 
@@ -74,7 +74,7 @@ def tell_of_large_batches(search: Search) -> None:
     probed = [size for size in sizes if int(size) <= history.largest_batch_size]
     if len(probed) < len(sizes):
         search.listener.tell(
-            f"batches above {probed[-1]} are tried only if something runs faster: at the speed seen so far, a step of one takes "
+            f"batches above {probed[-1]} are tried only if a faster config is found: at the speed so far, a step of one takes "
             f"more than {format_seconds(history.longest_step_s)}; a larger --budget includes them"
         )
 

@@ -414,7 +414,7 @@ def _would_do(search: Search, standing: Standing | None, gain: Ratio | None, num
     if search.interrupted():
         return []
     if budget.num_trials is not None and num_left and budget.elapsed_s < budget.budget_s / 2:
-        return [f"more than --trials {budget.num_trials} would do"]
+        return [f"more than --trials {budget.num_trials} would be enough"]
     rounds_s = 0.0
     if standing is None:
         rounds_s = 2 * MIN_ROUNDS * probe_s
@@ -431,4 +431,4 @@ def _would_do(search: Search, standing: Standing | None, gain: Ratio | None, num
     asked_s = search.options.longest_s  # of which evaluation and other rankings have their shares
     needed_s = (budget.elapsed_s + num_left * probe_s + rounds_s) * asked_s / budget.budget_s
     would_do_s = ROUNDED_S * math.ceil(max(needed_s, asked_s + 1) / ROUNDED_S)
-    return [f"--budget {format_exact_seconds(would_do_s)} would do"]
+    return [f"--budget {format_exact_seconds(would_do_s)} would be enough"]

@@ -164,8 +164,8 @@ def test_the_best_that_did_not_beat_the_baseline_is_told_with_its_interval(resul
     runner_up = vars(result.finalists[1])
     rival = Rival(**runner_up, speedup=1.03, speedup_ci=(0.98, 1.09))
     kept = but(result, config=BASELINE.as_dict(), speedup=1.0, speedup_ci=None, verdict="undecided", rival=rival)
-    text = _flat(text_of(replace(kept, undecided="--budget 4m would do")))
-    assert "Undecided: " in text and "--budget 4m would do" in text
+    text = _flat(text_of(replace(kept, undecided="--budget 4m would be enough")))
+    assert "Undecided: " in text and "--budget 4m would be enough" in text
     assert "1.03x its throughput, 95% interval 0.98x to 1.09x" in text
     noisy = replace(rival, speedup_ci=(0.5, 2.1))
     assert "too noisy to tell." in _flat(text_of(but(kept, rival=noisy)))

@@ -65,7 +65,7 @@ def test_a_gain_of_single_processes_is_told_as_they_measured_it_with_its_bound(r
 
 
 def test_an_interval_that_holds_half_the_speed_and_a_gain_makes_nothing_probable(result: Result, study: Study) -> None:
-    noisy = but(result, verdict="undecided", undecided="a quiet machine would do", num_rounds=2)
+    noisy = but(result, verdict="undecided", undecided="a quiet machine would be enough", num_rounds=2)
     noisy = replace(noisy, speedup=1.16, speedup_ci=(0.003, 450.0))
     said = "ndecided whether faster or slower: 1.16x the baseline"
     assert f"U{said}'s throughput (too noisy to tell more), with 0.81x its memory." in _told(noisy)

@@ -328,5 +328,5 @@ def test_blocks_that_are_never_called_as_modules_are_not_searched(make_task, mak
 
 
 def test_more_segments_than_blocks_are_refused(make_task):
-    with pytest.raises(UnsupportedError, match="no more than 6 blocks"):
+    with pytest.raises(UnsupportedError, match="the model has 6 blocks"):
         prepare(make_task(Listed), {"checkpoint_segments": 7}, device="cpu")

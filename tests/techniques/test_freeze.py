@@ -125,7 +125,7 @@ def test_what_the_model_does_not_have_is_refused() -> None:
     task = Task(build_model=residual, make_batch=KINDS["residual"]().make_batch)
     with pytest.raises(ConfigError, match="no parameter in 'encoder'; expected a part of: 0, 1"):
         prepare(task, {"freeze": "encoder"}, device="cpu")
-    with pytest.raises(ConfigError, match="no more than 3 blocks"):
+    with pytest.raises(ConfigError, match="the model has 3 blocks"):
         prepare(task, {"freeze": "blocks:4"}, device="cpu")
 
 

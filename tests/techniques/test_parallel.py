@@ -79,4 +79,4 @@ def test_batch_normalisation_over_all_is_another_training_and_needs_a_gpu() -> N
     found = sync.support(setting("transformer", build_model=build_model, configure_optimizers=None))
     assert found.reason == "torch has it for GPUs alone"
     alone = sync.support(setting("transformer", size=1, build_model=build_model, configure_optimizers=None))
-    assert alone.reason == "one process trains alone, and several need --devices"
+    assert alone.reason == "only one process trains; --devices starts several"

@@ -732,10 +732,10 @@ def test_the_budget_that_would_do_counts_the_rounds_of_one_that_is_out(tmp_path)
         num_rounds=4,
     )
     word, why = verdict_of(made, standing, standing.speedup, kept=True)
-    assert word == "undecided" and "--budget 270s would do" in why  # twelve more rounds of 20 s
+    assert word == "undecided" and "--budget 270s would be enough" in why  # twelve more rounds of 20 s
     once = replace(standing, num_rounds=1, speedup=(1.0, 0.02, 50.0))
     _, why = verdict_of(made, once, once.speedup, kept=True)
-    assert "processes differ too much" not in why and "would do" in why  # nobody knows yet how much they differ
+    assert "processes differ too much" not in why and "would be enough" in why  # nobody knows yet how much they differ
 
 
 @pytest.mark.parametrize(
@@ -856,7 +856,7 @@ def test_where_the_number_of_probes_left_the_question_open_more_of_them_are_aske
     made = recommender(tmp_path, Slower(), num_trials=2)
     result = answer(made)
     assert result.verdict == "undecided" and "1 config ran beside the baseline" in result.undecided
-    assert "more than --trials 2 would do" in result.undecided
+    assert "more than --trials 2 would be enough" in result.undecided
 
 
 class Growing(Staged):
