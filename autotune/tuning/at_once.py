@@ -27,14 +27,15 @@ class AtOnce:
 
     Args:
         slots: their names, in the runner's order.
-        kept: what an earlier search of the study found; it holds for the same slots.
+        kept: what an earlier search of the study found; it holds for the same slots, and a comparison that did not end goes on.
     """
 
     def __init__(self, slots: Sequence[str], kept: Neighbours | None = None) -> None:
         self.slots = [*slots]
         is_known = kept is not None and kept.slots == tuple(slots)
         self.found = kept if kept is not None and is_known else Neighbours(slots=tuple(slots), most=len(slots))
-        self._is_settled = is_known or len(slots) < 2
+        self._is_settled = len(slots) < 2 or self.width < 2 or (self.width, True) in self._compared()
+        self._baseline: Config | None = None
         self._alone: list[float] = []  # logarithms of the baseline's speed
         self._beside: list[float] = []
 
@@ -65,10 +66,16 @@ class AtOnce:
         # its loss is too large so far
         return "beside" if len(self._beside) < NUM_COMPARED else "alone"
 
-    def note_baseline(self, outcome: Outcome) -> str:
-        """Take note of a run of the baseline. Returns what the user should know; empty for nothing."""
+    def note_baseline(self, config: Config, outcome: Outcome) -> str:
+        """Take note of a run of the baseline, which is another one once its batch was halved. Returns what the user should know; empty
+        for nothing.
+        """
         if self._is_settled:
             return ""
+        if config != self._baseline:
+            self._baseline = config
+            self._alone.clear()
+            self._beside.clear()
         if outcome.measurement is None:
             # where it ran alone, another failure would tell no more; else a smaller one may run
             self._is_settled = bool(self._alone)
@@ -93,6 +100,10 @@ class AtOnce:
         loads = space.techniques.loads_host
         heavy = capabilities_of(device).own_processors and bool(loads(config) - loads(space.baseline))
         return heavy or space.setup_s(config) > 0
+
+    def _compared(self) -> list[tuple[int, bool]]:
+        """How many probes at once the baseline was compared beside, and whether it lost no more than is allowed."""
+        return [(width, loss <= MOST_LOSS) for width, loss in self.found.losses]
 
     def _use_fewer(self, loss: float) -> str:
         before = self.width

@@ -452,7 +452,7 @@ class Search:
         self.history.append(trial)
         keep_communicators(self.runner, self.inspection, self.store.place.folder, outcome)
         if proposal.stage == BASELINE and len(self.at_once.slots) > 1:
-            if told := self.at_once.note_baseline(outcome):
+            if told := self.at_once.note_baseline(proposal.config, outcome):
                 self.warn(told)
             self._keep_neighbours(self.at_once.found)
         self._tell_ended(trial)

@@ -22,6 +22,7 @@ from autotune.tuning.state import Search
 from tests.closed_form import ClosedFormRunner, inspection, make_search, techniques
 
 FOUR = ("a", "b", "c", "d")
+BASE = Config((("batch_size", 4),))
 
 
 @dataclass
@@ -149,17 +150,40 @@ def test_a_later_search_of_the_study_knows_how_many_run_at_once(tmp_path: Path) 
 def test_one_lucky_run_alone_uses_no_fewer_slots() -> None:
     policy = AtOnce(FOUR)
     others = ("probe on b", "probe on c", "probe on d")
-    assert policy.wants() == "alone" and policy.note_baseline(outcome(105.0)) == ""
-    assert policy.wants() == "beside" and policy.note_baseline(outcome(100.0, others)) == ""
-    assert policy.wants() == "beside" and policy.note_baseline(outcome(100.0, others)) == ""
-    assert policy.wants() == "alone" and policy.note_baseline(outcome(100.0)) == ""
+    assert policy.wants() == "alone" and policy.note_baseline(BASE, outcome(105.0)) == ""
+    assert policy.wants() == "beside" and policy.note_baseline(BASE, outcome(100.0, others)) == ""
+    assert policy.wants() == "beside" and policy.note_baseline(BASE, outcome(100.0, others)) == ""
+    assert policy.wants() == "alone" and policy.note_baseline(BASE, outcome(100.0)) == ""
     assert policy.wants() == "" and policy.width == 4
+
+
+def test_a_comparison_that_did_not_end_goes_on_in_the_next_search() -> None:
+    others = ("probe on b", "probe on c", "probe on d")
+    policy = AtOnce(FOUR)
+    policy.note_baseline(BASE, outcome(100.0))
+    later = AtOnce(FOUR, policy.found)
+    assert later.wants() == "alone"
+    for _ in range(2):
+        later.note_baseline(BASE, outcome(100.0))
+        later.note_baseline(BASE, outcome(70.0, others))
+    assert later.width == 2
+    last = AtOnce(FOUR, later.found)  # two at once were not compared yet
+    assert last.width == 2 and last.wants() == "alone"
+
+
+def test_a_baseline_whose_batch_was_halved_is_compared_with_itself() -> None:
+    policy = AtOnce(FOUR)
+    policy.note_baseline(BASE, outcome(110.0))
+    smaller = Config((("batch_size", 2),))
+    policy.note_baseline(smaller, outcome(100.0))
+    policy.note_baseline(smaller, outcome(99.0, ("probe on b",)))
+    assert policy.wants() == "" and policy.width == 4 and policy.found.losses == ((4, pytest.approx(0.01)),)
 
 
 def test_a_baseline_that_fails_beside_others_is_not_compared_again() -> None:
     policy = AtOnce(FOUR)
-    policy.note_baseline(outcome(100.0))
-    policy.note_baseline(Outcome(kind=Kind.CRASHED, cause="it died"))
+    policy.note_baseline(BASE, outcome(100.0))
+    policy.note_baseline(BASE, Outcome(kind=Kind.CRASHED, cause="it died"))
     assert policy.wants() == "" and policy.width == 4
 
 
