@@ -383,7 +383,7 @@ def build_space(
             searched = (baseline[name],)
         choices[name] = searched
         if len(everything) > 1 and len(searched) > 1:
-            supported[name] = everything
+            supported[name] = _as_listed(techniques, name, everything)
     if optional_here:
         notes.append(f"optional here: {', '.join(optional_here)}; --include NAME adds one (`autotune show` says why)")
     space = _space_of(
@@ -463,6 +463,12 @@ def trained_beside(
         offered = (*support.choices, *(support.optional if name in include else ()))
         found += [{name: choice} for choice in dict.fromkeys(offered) if choice != own[name]]
     return found
+
+
+def _as_listed(techniques: Techniques, name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Choices in the order of the technique: a study keeps it, and which of them are optional depends on the budget and the machine."""
+    listed = techniques[name].choices if name in techniques else ()
+    return tuple(sorted(choices, key=lambda choice: listed.index(choice) if choice in listed else len(listed)))
 
 
 def _in_order(techniques: Techniques, name: str, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:

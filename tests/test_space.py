@@ -180,6 +180,13 @@ def test_distributions_do_not_change_with_what_is_left_out():
     assert distributions_of(space_of(support=support)) == distributions_of(included)
 
 
+def test_distributions_do_not_change_with_which_choices_are_optional():
+    """Which they are depends on the budget, on what compiling was seen to take, and on the rates of the device."""
+    support = support_with(amp=Support(choices=("off", "fp16"), optional=("bf16",)))
+    usual = support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",)))
+    assert distributions_of(space_of(support=support)) == distributions_of(space_of(support=usual))
+
+
 def test_a_proposal_goes_to_the_nearest_config():
     config = space_of().nearest({"batch_size": 14, "amp": "bf16", "checkpoint_segments": 4}, lambda config: True)
     assert (config.batch_size, config["amp"], config["checkpoint_segments"]) in {(12, "bf16", 3), (16, "bf16", 3)}
