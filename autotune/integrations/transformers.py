@@ -279,11 +279,15 @@ def _refuse(trainer: Trainer) -> None:
         )
     _refuse_in_a_world(trainer)
     if args.device.type not in TYPES:
-        raise TaskError(f"the trainer's device is {args.device}; expected a CPU or an NVIDIA GPU: TrainingArguments(use_cpu=True)")
+        raise TaskError(
+            f"the trainer's device is {args.device}; expected a CPU or an NVIDIA GPU: TrainingArguments(use_cpu=True)"
+        )
     if args.n_gpu > 1:
         raise TaskError(f"the {name} spreads batches over {args.n_gpu} GPUs; start with CUDA_VISIBLE_DEVICES=0")
     if getattr(trainer.accelerator, "mixed_precision", "no") not in ("no", "bf16", "fp16"):
-        raise TaskError(f"the {name} trains in {trainer.accelerator.mixed_precision}; expected fp32, bf16 or fp16: bf16=True while you tune")
+        raise TaskError(
+            f"the {name} trains in {trainer.accelerator.mixed_precision}; expected fp32, bf16 or fp16: bf16=True while you tune"
+        )
     for loop in _LOOPS:
         if getattr(type(trainer), loop) is not getattr(Trainer, loop):
             raise TaskError(

@@ -96,7 +96,12 @@ TRAIN_STEPS = Option(
     SPACE,
     "optimizer steps of the baseline that the training is to take: compiling then counts as a part of its time",
 )
-TRAIN_EPOCHS = Option("train_epochs", kinds.COUNT, SPACE, "the length of the training in passes over the task's dataset, in place of --train-steps")
+TRAIN_EPOCHS = Option(
+    "train_epochs",
+    kinds.COUNT,
+    SPACE,
+    "passes over the dataset that the training is to take, in place of --train-steps",
+)
 FIX = Option("fix", kinds.CHOICE_OF, SPACE, "use only this choice of a technique")
 INCLUDE = Option("include", kinds.NAMES, SPACE, "try a technique's optional choices too")
 EXCLUDE = Option("exclude", kinds.NAMES, SPACE, "leave a technique as it is in the baseline")

@@ -55,9 +55,9 @@ def blocks_of(task: Task, model: torch.nn.Module) -> Chain:
     blocks = tuple(dict.fromkeys(task.checkpoint_blocks(model)))
     modules = set(model.modules())
     if not blocks or not all(block in modules for block in blocks):
+        found = [type(block).__name__ for block in blocks]
         raise UnsupportedError(
-            f"checkpoint_blocks(model) returned {[type(block).__name__ for block in blocks]}; expected at least one module, each of that model, such as "
-            "list(model.blocks)"
+            f"checkpoint_blocks(model) returned {found}; expected at least one module, each of that model, such as list(model.blocks)"
         )
     return Chain(blocks)
 

@@ -36,7 +36,10 @@ class Compile(Technique):
     name = "compile"
     summary = "`torch.compile`, block by block where blocks repeat: faster steps after up to minutes of compiling"
     choices = ("off", *_SETUP_S)
-    applies = "GPUs from compute capability 7.0; CPUs with a C++ compiler (`default`). By default where compiling takes at most a tenth of the budget"
+    applies = (
+        "GPUs from compute capability 7.0; CPUs with a C++ compiler (`default`). "
+        "If it takes at most a tenth of the budget, or if included"
+    )
     off = "off"
     phase = Phase.MODEL
     reaches_into_step = False  # any step calls a compiled block as it did before

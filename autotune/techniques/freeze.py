@@ -131,7 +131,9 @@ def _first_blocks(task: Task, model: torch.nn.Module, num_blocks: int) -> list[s
     """Names of the first blocks, and of the parameters that are registered before them."""
     blocks = blocks_of(task, model).blocks
     if num_blocks > len(blocks):
-        raise ConfigError(f"freeze=blocks:{num_blocks}: the model has {plural(len(blocks), 'block')}; choose at most as many")
+        raise ConfigError(
+            f"freeze=blocks:{num_blocks}: the model has {plural(len(blocks), 'block')}; choose at most as many"
+        )
     before = itertools.takewhile(lambda named: named[1] is not blocks[0], model.named_modules())
     own = [f"{name}.{parameter}" if name else parameter for name, module in before for parameter in module._parameters]
     leading = {id(block) for block in blocks[:num_blocks]}
