@@ -50,12 +50,15 @@ class Rival(Measured):
 
     Attributes:
         energy_ratio: the same for the energy of a sample; None where that is not known.
+        training_speedup: the same for the throughput over the whole training, with its 95 % interval; None where its length is not
+            known, or neither compiles.
     """
 
     speedup: float
     speedup_ci: tuple[float, float]
     energy_ratio: float | None = None
     energy_ratio_ci: tuple[float, float] | None = None
+    training_speedup: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

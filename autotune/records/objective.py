@@ -96,6 +96,11 @@ class Objective(ABC):
         """Whether a config's score is the throughput of its steps, and nothing else."""
         return False
 
+    @property
+    def is_training_speed(self) -> bool:
+        """Whether a config's score is the throughput of the whole training, compiling included, and nothing else."""
+        return False
+
     @classmethod
     def score_name(cls) -> str:
         """The name of the score in Optuna's views."""
@@ -221,6 +226,11 @@ class Throughput(Objective):
     def is_step_speed(self) -> bool:
         """True where the length of the training is not known."""
         return self.train_samples is None
+
+    @property
+    def is_training_speed(self) -> bool:
+        """True where it is known."""
+        return self.train_samples is not None
 
 
 class Memory(Objective):

@@ -140,8 +140,12 @@ class PlayOffOutcome(Group):
         num_rounds: number of rounds in which the answer ran beside the baseline, or the baseline beside its `rival` where it
             is the answer. None in answers of earlier versions.
         rival: the best of the others where the baseline is the answer; None where none played.
+        training_speedup: the answer's throughput over the whole training, compiling included, over the baseline's, with the 95 % interval
+            of a later run; None where the length of the training is not known, where neither compiles, and where the baseline is the
+            answer.
         paired_ci: the 95 % interval of `speedup` from this search's pairs alone, which the verdict follows from; None where
             `speedup_ci` is.
+        paired_std: standard deviation of the logarithm of `speedup` by those pairs; None where it was not confirmed.
         later_std: standard deviation of the logarithm of a gain between a search and a later run on this machine, which
             `speedup_ci` holds as well; 0 where the search was not of this machine.
         num_rechecks: how many rechecks of this machine's answers that follows from; 0 where it is only assumed.
@@ -151,7 +155,9 @@ class PlayOffOutcome(Group):
     finalists: tuple[Measured | Dropped, ...] = ()
     num_rounds: int | None = None
     rival: Rival | None = None
+    training_speedup: tuple[float, float, float] | None = None
     paired_ci: tuple[float, float] | None = None
+    paired_std: float | None = None
     later_std: float = 0.0
     num_rechecks: int = 0
 

@@ -22,6 +22,7 @@ from autotune.report.figures import (
     NOISY,
     NOISY_SPREAD,
     THROUGHPUT,
+    TRAINING,
     Said,
     counts,
     gain_in_table,
@@ -210,9 +211,9 @@ def _beside(result: Result, found: Said) -> str:
     """What the gain comes with: memory, and of speed and energy what it is not a gain of, as far as that is known."""
     assert result.baseline is not None
     parts = [f"{times(result.peak_bytes / result.baseline.peak_bytes)} its memory"]
-    if found.of == ENERGY:
+    if found.of != THROUGHPUT:
         parts.append(f"{times(result.speedup)} its throughput")
-    elif result.energy.energy_ratio is not None:
+    if found.of != ENERGY and result.energy.energy_ratio is not None:
         parts.append(f"{times(result.energy.energy_ratio)} its energy a sample")
     return " and ".join(parts)
 
@@ -240,6 +241,9 @@ def _rival(result: Result, techniques: Techniques) -> str:
     searched_for_energy = OBJECTIVES[result.goal.objective].is_thrift
     if searched_for_energy and rival.energy_ratio is not None and rival.energy_ratio_ci is not None:
         ratio, (low, high), of = rival.energy_ratio, rival.energy_ratio_ci, ENERGY
+    if rival.training_speedup is not None:
+        ratio, low, high = rival.training_speedup
+        of = TRAINING
     if not is_known(low, high):
         found = f"{times(ratio)} its {of}, from one round, so its interval is unknown"
     elif spread(ratio, low, high) == NOISY:

@@ -24,7 +24,7 @@ MENTIONED_BELOW = 0.95  # a higher chance to fit is not mentioned
 NOISY = "noisy"  # stands in place of an interval too wide to mean anything
 NOISY_SPREAD = 0.5  # an interval is noisy where half its width is more than this share of the value
 PROBABLY = 1.02  # an unsure gain above this is called probable
-THROUGHPUT, ENERGY = "throughput", "energy a sample"
+THROUGHPUT, ENERGY, TRAINING = "throughput", "energy a sample", "throughput over the whole training, compiling included"
 WIDE_FACTOR = 2.0  # an interval whose ends differ by more than this factor is told as a bound
 
 
@@ -116,7 +116,7 @@ class Said:
         verdict: `faster in the one round there was time for`; begins in lower case.
         brief: the verdict in a table.
         gain: `1.98x` or `at least 1.31x`; empty where there is none, because the baseline is the answer or did not run.
-        of: what it is a gain of: the baseline's `throughput`, or `energy a sample`.
+        of: what it is a gain of: the baseline's `THROUGHPUT`, `ENERGY`, or throughput over the whole `TRAINING`.
         sure: how sure the gain is; empty where that is not known.
     """
 
@@ -136,7 +136,9 @@ def said_of(result: Result) -> Said:
         return Said(runs, "runs" if result.verdict == better else result.verdict)
     if result.config == result.baseline.config:
         return Said(result.verdict, result.verdict)
-    ratio, ends = result.speedup, result.speedup_ci
+    ratio, ends, of = result.speedup, result.speedup_ci, ENERGY if objective.is_thrift else THROUGHPUT
+    if (whole := result.play_off.training_speedup) is not None:
+        ratio, ends, of = whole[0], whole[1:], TRAINING
     if objective.is_thrift:
         ratio, ends = result.energy.energy_ratio or 1.0, result.energy.energy_ratio_ci
     verdict, brief = result.verdict, result.verdict
@@ -163,7 +165,7 @@ def said_of(result: Result) -> Said:
         sure = "from one round, so its interval is unknown"
     if objective.observed and (not objective.is_thrift or result.energy.energy_ratio is None):
         return Said(verdict, brief)  # no round has compared it, or no figure of the answer tells it
-    return Said(verdict, brief, gain, sure, ENERGY if objective.is_thrift else THROUGHPUT)
+    return Said(verdict, brief, gain, sure, of)
 
 
 def is_known(low: float, high: float) -> bool:

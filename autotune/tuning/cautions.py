@@ -58,7 +58,12 @@ def cautions(answer: Answer) -> Iterator[str]:
 
 def _unknown_gain(answer: Answer) -> Iterator[str]:
     if answer.baseline is None:
-        yield f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(answer.search.history)}"
+        history = answer.search.history
+        outcome = history.baseline
+        if outcome is not None and outcome.measurement is not None and not history.objective.is_known(outcome):
+            yield f"the gain is unknown, because the baseline's is: {history.objective.why_unknown(outcome.measurement)}"
+        else:
+            yield f"the speed-up is unknown, because the baseline did not run: {_baseline_failure(history)}"
 
 
 def _baseline_does_not_fit(answer: Answer) -> Iterator[str]:

@@ -166,7 +166,8 @@ def _open_play_off(search: Search) -> PlayOff:
         search.store.keep(whole_rounds=(*search.store.facts.whole_rounds, number))
 
     # only the first probe: later ones were repeated because an earlier one was high, so they are biased
-    first = next((trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok), None)
+    of_baseline = (trial.outcome for trial in history.searched if trial.config == baseline and trial.outcome.ok)
+    first = next(filter(history.objective.is_known, of_baseline), None)
     searched = Searched(math.log(history.objective.merit(first)), None, unrest(first)) if runs and first else None
     return PlayOff(
         _entrant(search, baseline, searched) if runs else None,

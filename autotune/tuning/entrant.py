@@ -92,6 +92,7 @@ class Standing:
         candidate: the answer; where that is the baseline, the best of the others, or None.
         gain: merit of the candidate over the baseline's, with its 95 % interval; None without one of them.
         speedup: the same for the throughput, which is the merit where the objective is the speed of a step.
+        speedup_std: standard deviation of its logarithm.
         energy: joules a sample of the candidate over the baseline's, with its 95 % interval; None also where they are not known.
         figures: of all who ran. Each speed lies within what its config measured, and `speedup` is a ratio of two of them.
         num_rounds: rounds that were played, those of earlier searches among them.
@@ -102,6 +103,7 @@ class Standing:
     candidate: Entrant | None
     gain: Ratio | None
     speedup: Ratio | None
+    speedup_std: float | None = None
     energy: Ratio | None = None
     entrants: tuple[Entrant, ...]
     figures: Mapping[Config, Measured]

@@ -35,6 +35,7 @@ LEAST_STD = 1e-4  # of what seems to have no noise, such as memory
 SEARCH_DF = 4.0  # of a pair of the search's figures: now and then the machine changes between them
 NORMALS, SPREADS = 160, 48  # quantiles that stand for a distribution
 SEARCH = -1  # the round that the search counts as
+NORMAL_BELOW = 0.8413  # share of a normal distribution below its mean and one standard deviation
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Distribution:
     def quantile(self, share: float) -> float:
         """The value that the logarithm is below with this chance."""
         return float(np.interp(share, self._up_to, self._values))
+
+    @property
+    def std(self) -> float:
+        """Half of the width that holds the middle 68 %, which is the standard deviation of a normal one."""
+        return (self.quantile(NORMAL_BELOW) - self.quantile(1 - NORMAL_BELOW)) / 2
 
     def chance_below(self, value: float) -> float:
         """The chance that the logarithm is below a value."""

@@ -5,12 +5,13 @@ the search and the hour after it. That is learned from `Recheck`s, each of which
 later. The variance between occasions follows by the method of moments from what the two noises leave unexplained (DerSimonian and
 Laird, Meta-analysis in clinical trials, Controlled Clinical Trials 7, 1986), beside a prior that weighs as much as `PRIOR_DF` exact
 rechecks. A square's variance grows with the square of what it is expected to be, so a recheck of a gain that was told or seen with much
-noise weighs little.
+noise weighs little. Rechecks of one answer share the gain that was told, and its error: together they weigh as much as one.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean, variance
@@ -30,7 +31,8 @@ ALONE_STD = 0.02  # between equal processes, where a recheck has one of each
 
 def later_std(rechecks: Sequence[Recheck]) -> float:
     """The standard deviation of the logarithm of a gain between a search and a later run."""
-    weights = [(PRIOR_STD**2 / (PRIOR_STD**2 + _noise(recheck))) ** 2 for recheck in rechecks]
+    of_answer = Counter(map(_answer_of, rechecks))
+    weights = [(PRIOR_STD**2 / (PRIOR_STD**2 + _noise(one))) ** 2 / of_answer[_answer_of(one)] for one in rechecks]
     unexplained = sum(
         weight * (_difference(recheck) ** 2 - _noise(recheck))
         for weight, recheck in zip(weights, rechecks, strict=True)
@@ -62,6 +64,7 @@ def recheck_answer(answer: Result, ran: Sequence[Outcome], beside: Sequence[Outc
         checked_at=datetime.now(UTC).isoformat(timespec="seconds"),
         told_speedup=answer.speedup,
         told_speedup_ci=told_ci,
+        told_speedup_std=answer.play_off.paired_std,
         speedup=math.exp(fmean(logs) - fmean(base_logs)),
         speedup_std=math.hypot(*(_std_of_mean(found) for found in (logs, base_logs))),
         samples_per_s=math.exp(fmean(logs)),
@@ -74,6 +77,11 @@ def _std_of_mean(logs: Sequence[float]) -> float:
     return spread / math.sqrt(len(logs))
 
 
+def _answer_of(recheck: Recheck) -> tuple[float, float]:
+    """What tells answers apart: no two searches measure the same figures."""
+    return recheck.told_speedup, recheck.told_samples_per_s
+
+
 def _difference(recheck: Recheck) -> float:
     return math.log(recheck.speedup / recheck.told_speedup)
 
@@ -81,5 +89,7 @@ def _difference(recheck: Recheck) -> float:
 def _noise(recheck: Recheck) -> float:
     """The variance of a difference that the two measurements explain by themselves."""
     low, high = recheck.told_speedup_ci
-    told_std = math.log(high / low) / 2 / NORMAL_95
+    told_std = recheck.told_speedup_std
+    if told_std is None:
+        told_std = math.log(high / low) / 2 / NORMAL_95
     return float(told_std**2 + recheck.speedup_std**2)

@@ -464,20 +464,27 @@ class PlayOff:
         num = sum(bool(other.outcomes) and not other.failed for other in self.entrants)
         return evidence.difference(entrant.config, base.config).ratio(1 - (1 - CONFIDENCE) / max(1, num))
 
-    def _standing(self) -> Standing:
-        """Choose the answer, and estimate its gain and everybody's figures."""
+    def _standing(self) -> Standing | None:
+        """Choose the answer, and estimate its gain and everybody's figures.
+
+        None where the figure was not observed in any process of the baseline, or of those who ran beside it: nothing was compared.
+        """
         evidence, base, objective = self.evidence(), self._base, self.objective
         speeds = evidence if objective.is_step_speed else self.evidence(samples_per_s)
         thrift = evidence if objective.is_thrift else self.evidence(samples_per_joule)
         ran = [entrant for entrant in self.entrants if self._is_comparable(entrant)]
+        all_known = all(objective.is_known(run.outcome) for run in self._runs)
+        if base is not None and not all_known and not (base.outcomes and (ran or not self.playing)):
+            return None
         answer = candidate = self._choose(evidence, [entrant for entrant in ran if not entrant.dropped])
         if base is not None and answer is None:
             answer, candidate = self._rival, self.leader(evidence, ran) if ran else None
         figures = tell_figures(self._everyone(), base, candidate, speeds, thrift)
-        gain = speedup = less_energy = None
+        gain = speedup = speedup_std = less_energy = None
         if base is not None and candidate is not None:
             own, other = figures[candidate.config], figures[base.config]
             speedup = _about(own.samples_per_s / other.samples_per_s, self._gain(speeds, candidate, base))
+            speedup_std = speeds.difference(candidate.config, base.config).std
             if own.joules_per_sample and other.joules_per_sample and candidate.rounds_with(samples_per_joule, base):
                 told = other.joules_per_sample / own.joules_per_sample
                 less_energy = _about(told, self._gain(thrift, candidate, base))
@@ -489,6 +496,7 @@ class PlayOff:
             candidate=candidate,
             gain=gain,
             speedup=speedup,
+            speedup_std=speedup_std,
             energy=less_energy and inverse(less_energy),
             entrants=tuple(self.entrants),
             figures=figures,

@@ -126,8 +126,10 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
             confirmed=confirmed is not None,
             finalists=_finalists(standing),
             num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
-            rival=_rival(standing) if is_baseline else None,
+            rival=_rival(standing, history.objective) if is_baseline else None,
+            training_speedup=None if is_baseline else _training_speedup(played, history.objective, later),
             paired_ci=gain and gain[1:],
+            paired_std=played.speedup_std if played is not None and gain is not None else None,
             later_std=later,
             num_rechecks=num_rechecks,
         ),
@@ -257,7 +259,22 @@ def _best(search: Search, clearance: Clearance) -> tuple[Config, Outcome] | None
     return max(may_be.items(), key=lambda item: history.objective.score(item[1]), default=None)
 
 
-def _rival(standing: Standing | None) -> Rival | None:
+def _training_speedup(standing: Standing | None, objective: Objective, later: float = 0.0) -> Ratio | None:
+    """The candidate's throughput over the whole training, over the baseline's; None where its length is not known or neither compiles.
+
+    Args:
+        later: by how much a later run may differ besides, as `later_std` says.
+    """
+    if standing is None or standing.gain is None or not objective.is_training_speed:
+        return None
+    both = filter(None, (standing.candidate, standing.baseline))
+    ran = (outcome.measurement for entrant in both for outcome in entrant.outcomes.values())
+    if not any(found is not None and found.compile_cold_s for found in ran):
+        return None
+    return widen(standing.gain, later)
+
+
+def _rival(standing: Standing | None, objective: Objective) -> Rival | None:
     if standing is None or standing.candidate is None or standing.speedup is None:
         return None
     speedup, low, high = standing.speedup
@@ -268,6 +285,7 @@ def _rival(standing: Standing | None) -> Rival | None:
         speedup_ci=(low, high),
         energy_ratio=energy and energy[0],
         energy_ratio_ci=energy and (energy[1], energy[2]),
+        training_speedup=_training_speedup(standing, objective),
     )
 
 
@@ -340,15 +358,17 @@ def _processes(history: History, config: Config, outcome: Outcome) -> list[Outco
 
 
 def gain_of(search: Search, standing: Standing | None, speedup: Ratio | None, *, kept: bool) -> Ratio | None:
-    """What the verdict is on: the speed-up, or where something else is observed, the gain in that; of a baseline that is kept, what
-    the best of the others would gain by the objective. None without one.
+    """What the verdict is on: the speed-up; that of the whole training where its length is known; where something else is observed, the
+    gain in that; of a baseline that is kept, what the best of the others would gain by the objective. None without one.
 
     Args:
         standing: None where the answer was not confirmed.
         speedup: of the answer over the baseline, or of the best of the others where that is kept.
         kept: the answer is the baseline.
     """
-    return standing.gain if standing is not None and (kept or search.history.objective.observed) else speedup
+    objective = search.history.objective
+    by_objective = kept or objective.observed or _training_speedup(standing, objective) is not None
+    return standing.gain if standing is not None and by_objective else speedup
 
 
 def verdict_of(search: Search, standing: Standing | None, gain: Ratio | None, *, kept: bool) -> tuple[str, str]:

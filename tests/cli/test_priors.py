@@ -40,7 +40,10 @@ def test_one_is_forgotten_or_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_name_that_is_not_remembered_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["priors", "--forget", "gpt 3"]) == 2
-    assert "'gpt 3' is not remembered in studies/.priors; expected one of 'gpt 2', 'gpt 1', or all" in capsys.readouterr().err
+    assert (
+        "'gpt 3' is not remembered in studies/.priors; expected one of 'gpt 2', 'gpt 1', or all"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_foreign_file_is_set_aside_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,37 @@ def test_where_nothing_counts_energy_the_objective_is_refused_before_the_search_
     assert found(tmp_path, ClosedFormRunner()).energy.joules_per_sample is None
 
 
+@dataclass
+class CrowdedLater(Counted):
+    """Others work beside each process of the baseline but the first, or of all the others."""
+
+    of_baseline: bool = True
+
+    def outcome_of(self, config: Config, settings: ProbeSettings) -> Outcome:
+        outcome = super().outcome_of(config, settings)
+        is_baseline = config.batch_size == 4 and config["amp"] == "off" and not config["checkpoint_segments"]
+        is_baseline &= config["optimizer_impl"] == "default"
+        if outcome.measurement is None or is_baseline != self.of_baseline or self.configs.count(config) == 1:
+            return outcome
+        return replace(outcome, measurement=replace(outcome.measurement, joules_per_sample=None, no_energy=OTHERS))
+
+
+@pytest.mark.parametrize("of_baseline", [True, False])
+def test_where_the_play_off_knows_no_energy_to_compare_the_answer_is_undecided(
+    tmp_path: Path, short_play_off: None, of_baseline: bool
+) -> None:
+    result = found(tmp_path, CrowdedLater(of_baseline=of_baseline), objective="energy")
+    assert result.verdict == "undecided" and not result.play_off.confirmed
+
+
+def test_a_baseline_whose_energy_was_not_known_is_probed_again_by_the_next_search(
+    tmp_path: Path, short_play_off: None
+) -> None:
+    with pytest.raises(NothingFeasible):
+        found(tmp_path, Counted(crowded=tuple(range(8))), objective="energy")
+    assert found(tmp_path, Counted(), objective="energy").verdict == "thriftier"
+
+
 def test_what_compiling_takes_is_not_in_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="train_steps cannot be given with --objective energy"):
         found(tmp_path, Counted(), objective="energy", train_steps=1000)

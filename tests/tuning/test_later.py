@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +16,13 @@ from autotune.tuning.later import LEAST_STD, PRIOR_STD, later_std, widen
 EXACT = (1.999, 2.001)
 
 
-def recheck(seen: float, told: float = 2.0, ci: tuple[float, float] = EXACT, std: float = 0.001) -> Recheck:
+answers = itertools.count(1.0)
+
+
+def recheck(
+    seen: float, told: float = 2.0, ci: tuple[float, float] = EXACT, std: float = 0.001, answer: float | None = None
+) -> Recheck:
+    """A recheck of an answer of its own, or of the one that trained so many samples a second."""
     return Recheck(
         checked_at="2030-01-01T00:00:00+00:00",
         told_speedup=told,
@@ -22,7 +30,7 @@ def recheck(seen: float, told: float = 2.0, ci: tuple[float, float] = EXACT, std
         speedup=seen,
         speedup_std=std,
         samples_per_s=1.0,
-        told_samples_per_s=1.0,
+        told_samples_per_s=next(answers) if answer is None else answer,
     )
 
 
@@ -47,6 +55,17 @@ def test_what_the_two_measurements_own_noise_explains_is_not_taken_for_a_differe
 def test_a_gain_that_was_told_with_a_wide_interval_teaches_little() -> None:
     assert later_std([recheck(2.05, ci=(1.6, 2.5))]) == pytest.approx(PRIOR_STD, rel=0.05)
     assert later_std([recheck(2.3), recheck(2.0, ci=(1.0, 4.0))]) > PRIOR_STD
+
+
+def test_many_rechecks_of_one_answer_weigh_as_much_as_one() -> None:
+    once = later_std([recheck(2.2, answer=5.0)])
+    assert later_std([recheck(2.2, answer=5.0) for _ in range(30)]) == pytest.approx(once)
+    assert later_std([recheck(2.2) for _ in range(30)]) > 1.5 * once
+
+
+def test_an_interval_that_allows_for_several_configs_and_few_rounds_is_not_taken_for_noise() -> None:
+    wide = recheck(2.2, ci=(1.7, 2.35))
+    assert later_std([replace(wide, told_speedup_std=0.02)]) > later_std([wide])
 
 
 def test_no_machine_is_trusted_to_repeat_a_gain_exactly() -> None:

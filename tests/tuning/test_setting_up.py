@@ -113,6 +113,22 @@ def test_a_short_training_is_not_compiled_and_a_long_one_is(tmp_path: Path) -> N
     )
 
 
+def test_the_gain_of_a_short_training_is_told_of_its_whole_time(tmp_path: Path) -> None:
+    """The baseline compiles, and is faster per step than the answer would be told to be."""
+    known = drop_slow_setups(found(), 1000.0, None, ())
+    compiled = replace(known, baseline={**known.baseline, "compile": "default"})
+    options: dict[str, Any] = {"sampler": "cost-model", "budget_s": 400.0, "train_samples": 10_000.0}
+    result = answer(make_search(tmp_path, Compiling(noise=0.002), inspection=compiled, **options))
+    assert result.config["compile"] == "off" and result.verdict == "faster"
+    assert result.play_off.training_speedup is not None and result.speedup is not None
+    speedup, low, _ = result.play_off.training_speedup
+    assert speedup > low > 1 and speedup > 1.1 * result.speedup
+    text = " ".join(as_text(answer_sections(result, find_techniques()), 100).split())
+    assert f"Faster: {speedup:.2f}x the baseline's throughput over the whole training, compiling included" in text
+    assert f"{result.speedup:.2f}x its throughput" in text
+    assert Result.from_dict(result.to_dict()) == result
+
+
 def test_a_budget_is_not_lost_to_compiling(tmp_path: Path) -> None:
     _, runner = searched(tmp_path, budget_s=40.0)
     assert sum(config["compile"] == "default" for config in runner.configs) == 0
