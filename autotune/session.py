@@ -28,6 +28,8 @@ from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, Unsupporte
 from autotune.techniques.build import Build, Spread
 from autotune.techniques.tensors.spread import copies_of, start_equal
 
+_FLAGS = ("foreach", "fused", "capturable", "differentiable")  # of a group of parameters: how it is updated
+
 
 class Session:
     """A task made ready to train with a config.
@@ -226,7 +228,10 @@ class Session:
         return {"model": model, "optimizer": optimizer, **scaler}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` has kept.
+        """Go on from what `state_dict` has kept, in a session of any config.
+
+        What was learned, and options such as the learning rate, are the state's. How the update is computed stays as this
+        session's config has it.
 
         Args:
             state: as `state_dict` returns it.
@@ -235,7 +240,11 @@ class Session:
 
         self._require_one_optimizer()
         stepping = _stepping(self.optimizer)
+        flags = [{name: group[name] for name in _FLAGS if name in group} for group in stepping.param_groups]
         set_state_dict(self.model, stepping, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for group, own in zip(stepping.param_groups, flags, strict=True):
+            group.update(own)
+        lay_out(stepping)
         _copy_options(stepping, self.optimizer)
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
@@ -290,6 +299,27 @@ def _copy_options(of: Any, to: Any) -> None:
     """Give the groups of one optimizer the options of another's, such as the learning rate that a scheduler has set."""
     for source, target in zip(of.param_groups, to.param_groups, strict=True):
         target.update({name: value for name, value in source.items() if name != "params"})
+
+
+def lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Lay an optimizer's state out as its implementation expects it.
+
+    Fused kernels walk moments and parameters in the order of memory, and count steps on the device; others count on the host.
+    """
+    for group in optimizer.param_groups:
+        counts_on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            state, laid_out = optimizer.state.get(parameter, {}), (parameter.stride(), parameter.device)
+            for name, value in state.items():
+                if type(value) is not torch.Tensor:  # subclasses have layouts of their own
+                    continue
+                if name == "step":
+                    if counts_on_device:
+                        state[name] = value.to(parameter.device, torch.float32)
+                    elif "fused" in group:
+                        state[name] = value.cpu()
+                elif value.shape == parameter.shape and (value.stride(), value.device) != laid_out:
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 class Ready:

@@ -281,3 +281,43 @@ def test_a_model_is_spread_once_it_is_changed_and_before_it_has_an_optimizer(mon
             pass
 
     assert Spread().reaches_into_step and Spread().shapes_memory
+
+
+def images():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+
+
+def image_task():
+    def make_batch(batch_size):
+        return torch.randn(batch_size, 3, 8, 8), torch.randint(0, 3, (batch_size,))
+
+    return Task(build_model=images, make_batch=make_batch)
+
+
+IN_PLAIN, IN_ANOTHER_WAY = {}, {"optimizer_impl": "fused", "channels_last": True}
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+@pytest.mark.parametrize(("saved", "resumed"), [(IN_PLAIN, IN_ANOTHER_WAY), (IN_ANOTHER_WAY, IN_PLAIN)])
+def test_what_another_config_saved_is_gone_on_with_in_the_way_of_the_own(saved, resumed, amp):
+    task = image_task()
+    torch.manual_seed(0)
+    batches = [task.batch(4) for _ in range(3)]
+    before, expected, after = (
+        prepare(task, {"batch_size": 4, "amp": amp, **config}, device="cpu") for config in (saved, saved, resumed)
+    )
+    for group in before.optimizer.param_groups:
+        group["lr"] = 0.01
+    while not before.optimizer.state:  # a scaler's first scale overflows
+        before.step(batches[0])
+    state = copy.deepcopy(before.state_dict())
+    expected.load_state_dict(copy.deepcopy(state))
+    after.load_state_dict(state)
+    assert bool(after.optimizer.param_groups[0]["fused"]) is ("optimizer_impl" in resumed)
+    assert after.optimizer.param_groups[0]["lr"] == 0.01
+    for parameter, moments in after.optimizer.state.items():
+        assert moments["exp_avg"].stride() == moments["exp_avg_sq"].stride() == parameter.stride()
+    for batch in batches[1:]:
+        assert float(after.step(batch)) == pytest.approx(float(expected.step(batch)), rel=1e-2)
+    for ours, theirs in zip(after.model.parameters(), expected.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3 if amp == "fp16" else 1e-5)

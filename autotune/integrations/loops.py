@@ -36,7 +36,7 @@ from autotune.integrations.accelerator import (
 from autotune.integrations.base import LiveModel, batch_of_all, find_changes, name_of, read, search, words_of_changes
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
-from autotune.session import Ready, prepare
+from autotune.session import Ready, lay_out, prepare
 from autotune.task import Task
 from autotune.task.adapters import is_lightning
 from autotune.task.batches import map_tensors
@@ -195,19 +195,9 @@ def _switch_on(
             optimizer.load_state_dict({**optimizer.state_dict(), "state": packed})
         else:
             optimizer.state.update(state)
-        _lay_out(optimizer)
+        lay_out(optimizer)
     if ready.contexts or ready.transforms:
         model.forward = types.MethodType(_forward(model, ready), model)
-
-
-def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer's state the layout of its parameters: fused kernels walk both in the order of memory."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or name == "step":
-                continue
-            if (value.stride(), value.device) != (parameter.stride(), parameter.device):
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _forward(model: torch.nn.Module, ready: Ready) -> Callable[..., Any]:
