@@ -113,6 +113,29 @@ def with_sgd() -> Task:
     return replace(task(), configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
 
 
+def with_hooks() -> Task:
+    """A hook that changes the gradients before a step, and one that changes the parameters after it."""
+
+    def shorten(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.1)
+
+    def shrink(optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.9)
+
+    def configure_optimizers(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.register_step_pre_hook(shorten)
+        optimizer.register_step_post_hook(shrink)
+        return optimizer
+
+    return replace(task(), configure_optimizers=configure_optimizers)
+
+
 TASKS = {
     "plain": task,
     "tied weights": lambda: task(tied=True),
@@ -122,6 +145,7 @@ TASKS = {
     "a loss that is a method": of_method,
     "groups": with_groups,
     "sgd": with_sgd,
+    "hooks of the optimizer": with_hooks,
 }
 
 
@@ -441,10 +465,21 @@ class Lit(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def of_lightning() -> Task:
+class Clipping(Lit):
+    """It clips the gradients in a hook, which is given the optimizer that `self.optimizers()` finds."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert optimizer is self.optimizers()
+        self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
+
+
+def of_lightning(kind: type[Lit] = Lit) -> Task:
     def build_model() -> nn.Module:
         torch.manual_seed(3)
-        return Lit()
+        return kind()
 
     def make_batch(batch_size: int) -> torch.Tensor:
         return torch.randn(batch_size, WIDTH, generator=torch.Generator().manual_seed(batch_size))
@@ -452,7 +487,11 @@ def of_lightning() -> Task:
     return Task(build_model=build_model, make_batch=make_batch, global_batch=GLOBAL_BATCH)
 
 
-STACKS = {"a Hugging Face model": hugging_face, "a LightningModule": of_lightning}
+STACKS = {
+    "a Hugging Face model": hugging_face,
+    "a LightningModule": of_lightning,
+    "a LightningModule that clips": lambda: of_lightning(Clipping),
+}
 
 
 def trained_by_stack(world: World, name: str, config: Mapping[str, Any]) -> tuple[list[float], dict[str, Any]]:
@@ -485,3 +524,27 @@ def normalised(world: World, parallel: str) -> tuple[list[float], dict[str, Any]
 def test_with_batch_normalisation_all_processes_have_the_same_parameters(ranks: Ranks, parallel: str) -> None:
     first, second = ranks.run(normalised, parallel)
     same([second], first, 1e-6)
+
+
+def called_hooks(world: World) -> list[str]:
+    called, handles = [], []
+
+    def configure_optimizers(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        optimizer.register_state_dict_post_hook(lambda *_: called.append("saved"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: called.append("loaded"))
+        handles.append(optimizer.register_step_post_hook(lambda *_: called.append("stepped")))
+        return optimizer
+
+    made = replace(task(), configure_optimizers=configure_optimizers)
+    session = prepare(made, {"batch_size": 8, "parallel": "zero1"}, device="cpu", world=world)
+    session.step(samples(8))
+    for handle in handles:
+        handle.remove()
+    session.step(samples(8))
+    session.load_state_dict(session.state_dict())
+    return called
+
+
+def test_hooks_of_a_sharded_optimizer_can_be_removed_and_are_called_when_it_is_saved_and_loaded(ranks: Ranks) -> None:
+    assert ranks.run(called_hooks) == [["stepped", "saved", "loaded"]] * 2

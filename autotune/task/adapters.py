@@ -180,16 +180,22 @@ def give_optimizers(model: Any, result: Any) -> None:
     model._trainer.lr_schedulers = [leaf for leaf in leaves(result) if hasattr(leaf, "get_last_lr")]
 
 
+def exchange_optimizer(model: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    """Let a LightningModule find another optimizer in place of one of its own; of other models nothing changes."""
+    if is_lightning(model):
+        model._trainer.optimizers = [new if optimizer is old else optimizer for optimizer in model._trainer.optimizers]
+
+
 def hook_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer's steps call what a LightningModule does before and after them."""
+    """Let the optimizer's steps call what a LightningModule does before and after them, with whatever optimizer has the hooks."""
     cls, trainer = type(model), model._trainer
     clipping = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
     if overrides(cls, "on_before_optimizer_step"):
-        optimizer.register_step_pre_hook(lambda *_: model.on_before_optimizer_step(optimizer))
+        optimizer.register_step_pre_hook(lambda stepping, *_: model.on_before_optimizer_step(stepping))
     if overrides(cls, "configure_gradient_clipping"):
-        optimizer.register_step_pre_hook(lambda *_: model.configure_gradient_clipping(optimizer, *clipping))
+        optimizer.register_step_pre_hook(lambda stepping, *_: model.configure_gradient_clipping(stepping, *clipping))
     if overrides(cls, "on_before_zero_grad"):
-        optimizer.register_step_post_hook(lambda *_: model.on_before_zero_grad(optimizer))
+        optimizer.register_step_post_hook(lambda stepping, *_: model.on_before_zero_grad(stepping))
 
 
 def hooks_left_out(model: torch.nn.Module) -> list[str]:

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
@@ -137,7 +138,7 @@ class Parallel(SpreadTechnique):
 
     def apply(self, build: Build, choice: Choice) -> None:
         if choice == ZERO1:
-            build.optimizers.append(_shard_state_of)
+            build.optimizers.append(partial(_shard_state_of, build.model))
             return
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -172,14 +173,21 @@ def _uses(module: torch.nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
-def _shard_state_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _shard_state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    from autotune.task.adapters import exchange_optimizer
+
     if reason := _why_not_sharded(optimizer):
         raise UnsupportedError(f"parallel={ZERO1}: {reason}")
-    return shard_state(optimizer)
+    sharded = shard_state(optimizer)
+    exchange_optimizer(model, optimizer, sharded)
+    return sharded
 
 
 def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer, made anew, with its state sharded over the processes: each updates whole parameters and sends them round."""
+    """An optimizer, made anew with the hooks of the old one, with its state sharded over the processes.
+
+    Each process updates whole parameters and sends them round.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind = type(optimizer)
@@ -189,7 +197,13 @@ def shard_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         for group in optimizer.param_groups
     ]
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
-    return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **defaults)
+    sharded = ZeroRedundancyOptimizer(groups, optimizer_class=kind, **defaults)
+    # steps are taken by this one, which has all parameters; what is saved and loaded is the state of its share
+    kept = ((sharded, ("step",)), (sharded.optim, ("state_dict", "load_state_dict")))
+    for owner, whats in kept:
+        for name in (f"_optimizer_{what}_{when}_hooks" for what in whats for when in ("pre", "post")):
+            setattr(owner, name, getattr(optimizer, name))
+    return sharded
 
 
 def _why_not_sharded(optimizer: Any) -> str:
