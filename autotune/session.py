@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +30,7 @@ from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, Unsupporte
 from autotune.techniques.build import Build, Spread
 from autotune.techniques.tensors.spread import copies_of, start_equal
 
+_LOG = logging.getLogger("autotune")
 _FLAGS = ("foreach", "fused", "capturable", "differentiable")  # of a group of parameters: how it is updated
 
 
@@ -322,10 +325,39 @@ def lay_out(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
+class ProcessWide:
+    """What the latest session has switched on for the whole process. The next one begins without it.
+
+    Attributes:
+        choices: technique -> its choice.
+    """
+
+    def __init__(self) -> None:
+        self.choices: Mapping[str, Choice] = {}
+        self._undo = ExitStack()
+        atexit.register(self._undo.close)  # contexts that are left to the interpreter's end would fail there
+
+    def begin(self, config: Config, techniques: Techniques) -> None:
+        """Undo what the session before has switched on; the end of what `config` switches on begins here."""
+        self._undo.close()
+        on = techniques.switched_on(config)
+        self.choices = {name: choice for name, choice in on if techniques[name].is_process_wide(choice)}
+        for name in self.choices:
+            self._undo.enter_context(techniques[name].restored())
+
+    def keep(self) -> None:
+        """Let what is switched on stay, whatever is prepared later: something else than a session goes on with it."""
+        atexit.register(self._undo.pop_all().close)
+
+
+PROCESS_WIDE = ProcessWide()
+
+
 class Ready:
     """Gives a micro batch on the device as techniques want it, within their contexts. It holds nothing of the session."""
 
     def __init__(self, build: Build) -> None:
+        self._own = PROCESS_WIDE.choices
         self._device = build.device.torch_device
         self.transforms = tuple(build.batch_transforms)
         self.contexts = tuple(build.forward_contexts)
@@ -333,6 +365,14 @@ class Ready:
     @contextmanager
     def __call__(self, micro_batch: Any) -> Iterator[Any]:
         """The micro batch for a forward pass, which is to run until the context ends."""
+        if self._own != PROCESS_WIDE.choices:
+            _LOG.warning(
+                "another session was prepared in this process since: this one goes on with %s for the whole process, in place of %s; "
+                "prepare it again, or give each a process of its own",
+                _words(PROCESS_WIDE.choices),
+                _words(self._own),
+            )
+            self._own = PROCESS_WIDE.choices
         micro_batch = to_device(micro_batch, self._device)
         for transform in self.transforms:
             micro_batch = transform(micro_batch)
@@ -340,6 +380,10 @@ class Ready:
             for context in self.contexts:
                 stack.enter_context(context())
             yield micro_batch
+
+
+def _words(choices: Mapping[str, Choice]) -> str:
+    return ", ".join(f"{name}={choice}" for name, choice in choices.items()) or "nothing switched on"
 
 
 def prepare(
@@ -352,6 +396,9 @@ def prepare(
     world: World | None = None,
 ) -> Session:
     """Make a task ready to train with a config: exactly what a probe measures.
+
+    What a config switches on for the whole process ends when the next session is prepared in it. Memory that torch's CUDA allocator
+    holds stays as it was taken, and its settings do before torch 2.9.
 
     Args:
         task: a task, or the path of a `model.py`.
@@ -388,6 +435,7 @@ def prepare(
     opened = open_device(launched_device(device, world)) if isinstance(device, str) else device
     build = Build(task=task, device=opened, config=config, world=world)
     build.device.enter()
+    PROCESS_WIDE.begin(config, techniques)
     _apply(build, techniques, Phase.TASK)
     _apply(build, techniques, Phase.PROCESS)
     build.model = build.task.model().to(build.device.torch_device)

@@ -13,6 +13,7 @@ from autotune.errors import ConfigError, DeviceError
 from autotune.records.config import World
 from autotune.records.inspection import Support
 from autotune.task import Task
+from autotune.techniques import find_techniques
 from autotune.techniques.base import Phase, Switch
 
 torch.set_num_threads(1)
@@ -321,3 +322,41 @@ def test_what_another_config_saved_is_gone_on_with_in_the_way_of_the_own(saved, 
         assert float(after.step(batch)) == pytest.approx(float(expected.step(batch)), rel=1e-2)
     for ours, theirs in zip(after.model.parameters(), expected.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3 if amp == "fp16" else 1e-5)
+
+
+@pytest.fixture
+def settings():
+    with find_techniques().keep_settings():
+        yield
+
+
+IN_TF32 = {"batch_size": 4, "matmul_precision": "tf32"}
+
+
+@pytest.mark.usefixtures("settings")
+def test_what_a_config_switches_on_for_the_process_ends_when_the_next_session_is_prepared():
+    torch.set_float32_matmul_precision("medium")  # as the script has it
+    prepare(task_of(), IN_TF32, device="cpu")
+    assert torch.get_float32_matmul_precision() == "high"
+    prepare(task_of(), {"batch_size": 4}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision("high")
+    prepare(task_of(), {"batch_size": 4}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "high", "the session before had not switched it on"
+
+
+@pytest.mark.usefixtures("settings")
+def test_a_session_that_goes_on_with_what_a_later_one_switched_on_for_the_process_says_so_once(caplog):
+    first = prepare(task_of(), IN_TF32, device="cpu")
+    second = prepare(task_of(), {"batch_size": 4}, device="cpu")
+    batch = first.task.batch(4)
+    second.step(batch)
+    assert not caplog.records
+    for _ in range(2):
+        first.step(batch)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "goes on with nothing switched on for the whole process, in place of matmul_precision=tf32" in said
+    third = prepare(task_of(), {"batch_size": 4}, device="cpu")
+    second.step(batch)
+    third.step(batch)
+    assert len(caplog.records) == 1, "these are alike in it"

@@ -36,7 +36,7 @@ from autotune.integrations.accelerator import (
 from autotune.integrations.base import LiveModel, batch_of_all, find_changes, name_of, read, search, words_of_changes
 from autotune.records.config import ACCUMULATION, ALONE, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
-from autotune.session import Ready, lay_out, prepare
+from autotune.session import PROCESS_WIDE, Ready, lay_out, prepare
 from autotune.task import Task
 from autotune.task.adapters import is_lightning
 from autotune.task.batches import map_tensors
@@ -187,6 +187,7 @@ def _switch_on(
     optimizer.state.clear()  # as each technique expects it
     try:
         ready = prepare(live, {**plan, **found}, device=device, on_oom="raise", world=ALONE).ready
+        PROCESS_WIDE.keep()
     finally:
         for module, was_training in modes:
             module.training = was_training

@@ -110,6 +110,10 @@ class Attention(Technique):
             torch._C._set_sdp_priority_order([first, *others])
             _switch(str(choice), True)
 
+    def is_process_wide(self, choice: Choice) -> bool:
+        """`sdpa` changes the model alone."""
+        return choice != "sdpa"
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         order = torch._C._get_sdp_priority_order()

@@ -219,6 +219,10 @@ class Technique(ABC):
             UnsupportedError: the choice cannot be applied to this model on this device, with the reason.
         """
 
+    def is_process_wide(self, choice: Choice) -> bool:
+        """Whether `choice`, which is not `off`, acts on whatever the process trains; `restored` then ends that."""
+        return self.phase is Phase.PROCESS
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context that at its end restores the process-wide settings that `apply` changes."""

@@ -240,6 +240,14 @@ def test_an_optimizer_that_nothing_changes_keeps_its_own_state() -> None:
     assert all(kept["momentum_buffer"] is state[parameter] for parameter, kept in optimizer.state.items())
 
 
+def test_what_is_switched_on_for_the_process_of_a_loop_stays_when_a_session_is_prepared_beside_it() -> None:
+    with TECHNIQUES.keep_settings():
+        model = net()
+        switched_on(model, torch.optim.SGD(model.parameters(), lr=0.1), matmul_precision="tf32")
+        prepare(Task(build_model=net, make_batch=lambda n: torch.randn(n, 3, 8, 8)), {}, device="cpu")
+        assert torch.get_float32_matmul_precision() == "high"
+
+
 def test_each_module_keeps_its_mode() -> None:
     model = torch.nn.Sequential(*net().children(), torch.nn.BatchNorm1d(CLASSES))
     model.train()
