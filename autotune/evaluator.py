@@ -12,6 +12,7 @@ from autotune.errors import TaskError
 from autotune.group import Together, gather
 from autotune.randomness import keep_randomness
 from autotune.recovery import Halving
+from autotune.task.adapters import uncounted
 from autotune.task.batches import CannotCutError, StepBatch, split
 from autotune.techniques.build import Build
 
@@ -53,7 +54,7 @@ class Evaluator:
         weights: dict[str, float] = {}
         at_the_end: dict[str, float] = {}
         counts = False
-        with keep_randomness(self._device.torch_device), self.mode():
+        with keep_randomness(self._device.torch_device), self.mode(), uncounted(self._model):
             for batch in self._in_step(batches):
                 for part, size in self._sized(batch):
                     for values, weight in self._evaluated(part, size):

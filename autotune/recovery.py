@@ -27,6 +27,7 @@ from autotune.errors import in_one_line
 from autotune.randomness import RandomState
 from autotune.records.check import Coupling, Verdict
 from autotune.task import Task
+from autotune.task.adapters import count_on_from, counted_batches
 from autotune.task.batches import CannotCutError, StepBatch, num_bytes, split, tensors
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques.build import Build
@@ -211,6 +212,7 @@ class Recovery:
                 with_gradient=next((p for p in self._parameters if p.grad is not None), None),
                 inputs=[(tensor, version_of(tensor)) for tensor in tensors(batch)],
                 random=RandomState(self._device.torch_device),
+                num_batches=counted_batches(self._model),
             )
             if start.with_gradient is not None and not self._has_warned:
                 self._has_warned = True
@@ -252,6 +254,7 @@ class Recovery:
             parameter.grad = None
         self._buffers.restore()
         start.random.restore()
+        count_on_from(self._model, start.num_batches)
         self._device.give_back()
 
 
@@ -269,11 +272,13 @@ class _Start:
     Attributes:
         with_gradient: a parameter that has a gradient already.
         inputs: the tensors of the batch, with their versions.
+        num_batches: that a LightningModule has counted.
     """
 
     with_gradient: torch.nn.Parameter | None
     inputs: Sequence[tuple[torch.Tensor, int | None]]
     random: RandomState
+    num_batches: int
 
 
 def _bytes_of(micro_batch: Any) -> int:

@@ -23,7 +23,7 @@ from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.shares import own_samples
 from autotune.step_loader import StepLoader, micro_loader, one_by_one, without_sampler
 from autotune.task import Task, load_task
-from autotune.task.adapters import set_accumulation
+from autotune.task.adapters import begin_counting, count_step
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import shares_of
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
@@ -58,7 +58,7 @@ class Session:
         self.device = build.device.torch_device
         self.world = build.world
         self.model = build.model
-        set_accumulation(build.model, build.config.accumulation_steps)
+        begin_counting(build.model, build.config.accumulation_steps)
         self.optimizer = build.optimizer
         self.scaler = build.scaler
         self.places = build.places
@@ -264,6 +264,7 @@ class Session:
         Nothing is left to do for a task that takes whole steps of its own.
         """
         if self.task.takes_whole_steps:
+            count_step(self.model)
             return
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -275,6 +276,7 @@ class Session:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        count_step(self.model)
 
     def _micro_batches(self, batch: Any) -> StepBatch:
         if isinstance(batch, StepBatch):

@@ -136,23 +136,44 @@ def lightning_hook(model: Any, name: str, batch: Any, index: int) -> Any:
     return step(batch, index) if len(inspect.signature(step).parameters) > 1 else step(batch)
 
 
-def set_accumulation(model: Any, num_micro_batches: int) -> None:
-    """Let a LightningModule count optimizer steps of so many micro batches."""
-    if is_lightning(model) and isinstance(model._trainer, TrainerStandIn):
-        model._trainer.accumulate_grad_batches = num_micro_batches
+def begin_counting(model: Any, accumulation_steps: int) -> None:
+    """Let a LightningModule count batches, and optimizer steps of so many, from here: passes that were tried before are none."""
+    if trainer := _stand_in_of(model):
+        trainer.accumulate_grad_batches = accumulation_steps
+        trainer.num_batches = trainer.global_step = 0
+
+
+def count_step(model: Any) -> None:
+    """Let a LightningModule count an optimizer step that was taken."""
+    if trainer := _stand_in_of(model):
+        trainer.global_step += 1
+
+
+def counted_batches(model: Any) -> int:
+    """How many batches a LightningModule has counted; 0 of another model."""
+    trainer = _stand_in_of(model)
+    return trainer.num_batches if trainer else 0
+
+
+def count_on_from(model: Any, num_batches: int) -> None:
+    """Let a LightningModule count batches on from `num_batches`."""
+    if trainer := _stand_in_of(model):
+        trainer.num_batches = num_batches
 
 
 @contextlib.contextmanager
 def uncounted(model: Any) -> Iterator[None]:
     """Let a LightningModule not count the batches of the forward passes inside."""
-    if not is_lightning(model):
-        yield
-        return
-    before = model._trainer.num_batches
+    before = counted_batches(model)
     try:
         yield
     finally:
-        model._trainer.num_batches = before
+        count_on_from(model, before)
+
+
+def _stand_in_of(model: Any) -> TrainerStandIn | None:
+    """What stands in for the trainer of a LightningModule; None of another model."""
+    return model._trainer if is_lightning(model) and isinstance(model._trainer, TrainerStandIn) else None
 
 
 def take_manual_steps(model: Any) -> None:

@@ -60,6 +60,7 @@ class TrainerStandIn:
         estimated_stepping_batches: optimizer steps of the whole training; learning-rate schedules are made for as many.
         loggers: what `self.logger` and `self.loggers` are.
         num_batches: micro batches trained on so far.
+        global_step: optimizer steps so far.
     """
 
     max_epochs: int = 1000
@@ -78,6 +79,7 @@ class TrainerStandIn:
     lr_schedulers: Sequence[Any] = ()
     current_epoch: int = 0
     num_batches: int = 0
+    global_step: int = 0
     global_rank: int = 0
     local_rank: int = 0
     node_rank: int = 0
@@ -95,11 +97,6 @@ class TrainerStandIn:
     callback_metrics: Mapping[str, Any] = field(default_factory=dict)
     logged_metrics: Mapping[str, Any] = field(default_factory=dict)
     progress_bar_callback: None = None
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps so far, with the trainer's own accumulation."""
-        return self.num_batches // self.accumulate_grad_batches
 
     @property
     def logger(self) -> Any:

@@ -128,6 +128,42 @@ def test_the_steps_of_a_lightning_module_are_counted():
     assert seen == [(0, 0), (1, 0), (2, 1), (3, 1)]  # batches, and optimizer steps of two of them
 
 
+class Counting(Lit):
+    """It writes down the samples, the number of the batch and that of the optimizer step, and has memory for four samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((len(batch), batch_idx, self.global_step))
+        if len(batch) > 4:
+            torch.empty(2**50, dtype=torch.uint8)
+        return self.net(batch).pow(2).mean()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(("step", self.global_step))
+
+
+def test_passes_that_are_tried_before_training_and_those_of_evaluation_are_no_batches_of_a_lightning_module():
+    session = prepare(lit(Counting), {"batch_size": 2, "inplace_activations": True}, device="cpu")
+    assert session.model.seen, "which modules may overwrite their input was tried"
+    session.model.seen.clear()
+    session.step(torch.randn(2, 4))
+    session.evaluate([torch.randn(2, 4)] * 3)
+    session.step(torch.randn(2, 4))
+    assert session.model.seen[:2] == [(2, 0, 0), ("step", 0)]
+    assert session.model.seen[-2:] == [(2, 1, 1), ("step", 1)]
+
+
+def test_a_step_that_is_taken_again_in_halves_is_one_step_of_a_lightning_module():
+    session = prepare(lit(Counting), {"batch_size": 8}, device="cpu")
+    for _ in range(2):
+        session.step(torch.randn(8, 4))
+    seen = [seen for seen in session.model.seen if seen[0] in (4, "step")]
+    assert seen == [(4, 0, 0), (4, 1, 0), ("step", 0), (4, 2, 1), (4, 3, 1), ("step", 1)]
+
+
 def test_a_module_that_trains_can_be_copied_and_pickled_without_its_optimizer():
     session = prepare(Task(build_model=Lit, make_batch=lambda n: torch.randn(n, 4)), {"batch_size": 2}, device="cpu")
     assert session.model.optimizers() is not None
