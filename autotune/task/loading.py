@@ -19,7 +19,7 @@ from typing import Any
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
-from autotune.task import adapters
+from autotune.task import adapters, handed_over
 from autotune.task.model_file import (
     CONSTANTS,
     MODULE_PREFIX,
@@ -95,7 +95,8 @@ def _unpickle(source: TaskSource) -> Task:
         user_code("unpickling the task", "move its functions into a file model.py and give its path"),
         torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if _SHARES else contextlib.nullcontext(),
     ):
-        task = torch.load(source.pickled, map_location="cpu", weights_only=False, mmap=_SHARES)
+        place = handed_over.note if _SHARES else "cpu"  # what was not mapped is this process's own already
+        task = torch.load(source.pickled, map_location=place, weights_only=False, mmap=_SHARES)
     assert isinstance(task, Task)
     return replace(task, origin=origin_of(task, replace(source, overrides={})))
 

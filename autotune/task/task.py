@@ -13,7 +13,7 @@ from autotune.errors import TaskError, first_line
 from autotune.lazy import given, torch
 from autotune.randomness import keep_randomness
 from autotune.records.config import BATCH_SIZE, DEFAULT_BATCH_SIZE, Choice
-from autotune.task import adapters, losses, model_file, samples
+from autotune.task import adapters, handed_over, losses, model_file, samples
 from autotune.task.adapters import Validation
 from autotune.task.model_file import Origin
 from autotune.task.usercode import describe
@@ -181,7 +181,7 @@ class Task:
                 "model inside build_model, so that no run starts from the parameters of another"
             )
         known.last_model = weakref.ref(model)
-        adapters.adapt(model)
+        handed_over.own_model(adapters.adapt(model))
         if lazy := next((module for module in model.modules() if adapters.is_lazy(module)), None):
             raise TaskError(
                 f"build_model returned a {type(model).__name__} whose {type(lazy).__name__} has no shape yet; run a batch "
@@ -338,7 +338,7 @@ class Task:
             positions: of samples of the training set, in place of the widest.
         """
         if self.make_batch is not None:
-            name, batch = "make_batch", self.make_batch(batch_size)
+            name, batch = "make_batch", handed_over.own_batch(self.make_batch(batch_size))
         else:
             members = samples.widest_samples(self.dataset(), positions or self.widest(), batch_size)
             name, batch = "collate_fn", (self.collate_fn or torch.utils.data.default_collate)(members)

@@ -2,11 +2,13 @@
 a recorded outcome and the next one works.
 """
 
+import re
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from autotune.errors import TaskError
 from autotune.probe.timing import MIN_BLOCKS
@@ -18,6 +20,7 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.portable import PortableRunner
 from autotune.runners.runner import ProbeFault
 from autotune.runners.worker import Channel
+from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from tests.room import limit_bytes
@@ -288,6 +291,27 @@ def test_a_task_that_was_found_by_itself_is_named_with_what_holds_it(tmp_path, m
     for make in (LocalRunner, PortableRunner):
         with make(TaskSource.of("model.py"), device="cpu", logs=tmp_path / "logs") as runner:
             assert runner.stated.model == "model.py:task"
+
+
+def test_a_probe_of_a_task_built_in_python_begins_with_the_weights_and_batches_that_were_handed_over(tmp_path):
+    vectors, rows = torch.ones(50, 30), torch.ones(64, 30)
+
+    def build_model():
+        model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(vectors, freeze=False))
+        print("begins with", model[0].weight.mean().item())
+        return model
+
+    def training_step(model, batch):
+        print("trains on", batch.mean().item())
+        return (model[0].weight.mean() - batch.mul_(0.5)).square().mean()
+
+    task = Task(build_model=build_model, make_batch=lambda n: rows[:n], training_step=training_step)
+    with LocalRunner(TaskSource.of(task), device="cpu", logs=tmp_path) as runner:
+        for _ in range(2):
+            outcome = run(runner, 4)
+            assert outcome.kind is Kind.OK, outcome
+            log = Path(outcome.log).read_text()
+            assert set(re.findall("begins with (.*)", log)) == {"1.0"} and re.findall("trains on (.*)", log)[0] == "1.0"
 
 
 def test_a_new_interpreter_for_each_probe_does_the_same(tmp_path):

@@ -1,0 +1,55 @@
+"""Tensors of a Task built in Python in another process: they lie in one file, which all processes of a search map and share.
+
+What a process trains or changes in place is copied out of the file first, so that each one begins from what the user handed over, and
+holds it within its own memory limit. All else stays where it is: the file's pages count for no process's limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autotune.lazy import torch
+
+_STORAGES: dict[int, torch.UntypedStorage] = {}  # by address; they live as long as the process, so that no other has it
+
+
+def note(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+    """For `torch.load`, as its `map_location`: remember a storage that lies in the file, and leave it there."""
+    _STORAGES[storage._cdata] = storage
+    return storage
+
+
+def own_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, with parameters and buffers that lie in no file. What shared memory shares it as before."""
+    if not any(map(_lies_in_file, (*model.parameters(), *model.buffers()))):
+        return model
+    copies: dict[int, torch.UntypedStorage] = {}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if not _lies_in_file(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in copies:
+            copies[storage._cdata] = storage.clone()
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(copies[storage._cdata], *place)
+
+    return model._apply(own)
+
+
+def own_batch(batch: Any) -> Any:
+    """A batch without tensors that lie in a file."""
+    from autotune.task.batches import map_tensors, tensors
+
+    if not any(map(_lies_in_file, tensors(batch))):
+        return batch
+    return map_tensors(lambda tensor: tensor.clone() if _lies_in_file(tensor) else tensor, batch)
+
+
+def _lies_in_file(tensor: torch.Tensor) -> bool:
+    if not _STORAGES or tensor.layout is not torch.strided:
+        return False
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    # in a trace nothing is trained
+    return _get_current_dispatch_mode() is None and tensor.untyped_storage()._cdata in _STORAGES
