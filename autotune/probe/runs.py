@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.coupling.draws import RandomDraws, dropout_off
@@ -27,9 +26,10 @@ from autotune.records.config import ALONE, Config, World
 from autotune.recovery import RAISE
 from autotune.session import Session, prepare
 from autotune.task import Task
-from autotune.task.batches import fresh_copy, map_tensors, split, to_device
+from autotune.task.batches import fresh_copy, map_tensors, own_elements, split, strided_parts, to_device
 from autotune.task.facts import uses_batch_statistics
 from autotune.techniques import Techniques
+from autotune.techniques.tensors.spread import take_values_of_first
 
 SEED = 0
 FEWEST_SAMPLES = 4  # of a comparison where the model normalises over samples
@@ -190,15 +190,17 @@ class Runs:
         assert self._initial is not None
         with torch.no_grad():
             for tensors, initial in zip((model.parameters(), model.buffers()), self._initial, strict=True):
-                for tensor, value in zip(tensors, initial, strict=False):  # check N finds it if their number differs
+                parts = (part for tensor in tensors for part in _parts(tensor))
+                for tensor, value in zip(parts, initial, strict=False):  # check N finds it if their number differs
                     if tensor.shape != value.shape:
                         continue
+                    own = own_elements(tensor)
                     if isinstance(tensor, _SHARDS):
                         tensor.copy_(_spread_as(tensor, value))
                     elif world.rank == 0:
-                        tensor.copy_(value)
+                        tensor[own].copy_(value[own])
                     if world.size > 1 and not isinstance(tensor, _SHARDS):
-                        distributed.broadcast(tensor, 0)
+                        take_values_of_first(tensor)
 
 
 @contextlib.contextmanager
@@ -238,18 +240,23 @@ def _are_finite(gradients: Tensors, world: World) -> bool:
 
 
 def _copies(tensors: Iterable[torch.Tensor], world: World) -> Tensors:
-    """Copies of whole tensors on the host, in the first process of the world; none in the others.
+    """Copies of whole tensors on the host, in the first process of the world; none in the others. Of a sparse one its parts are copied.
 
     Shards are put together one tensor after the other, so that no more than one is on its way: training itself gathers a whole
     block at a time.
     """
-    copies = []
+    copies: Tensors = []
     for tensor in tensors:
         if world.rank == 0:
-            copies.append(_host(tensor))
+            copies += map(_host, _parts(_whole(tensor)))
         else:
             _whole(tensor)  # of a shard, all have to take part in that
     return copies
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, or the strided parts of a sparse or jagged one, which need not fit into memory as a dense one."""
+    return [tensor] if tensor.layout is torch.strided else strided_parts(tensor)
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

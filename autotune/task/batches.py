@@ -103,6 +103,14 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
 
 
+def own_elements(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The index of those elements of a strided tensor that have memory of their own: one stands for all of an expanded dimension.
+
+    Into them alone torch writes.
+    """
+    return tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+
+
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),

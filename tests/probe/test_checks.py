@@ -76,6 +76,45 @@ def test_reduced_precision_is_judged_by_the_cosine_of_its_unscaled_gradients(amp
     assert (check.technique, check.choice) == ("config", f"amp={amp}")
 
 
+class Graph(nn.Module):
+    """A graph convolution, whose adjacency is a buffer."""
+
+    def __init__(self, adjacency):
+        super().__init__()
+        self.up, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.register_buffer("adjacency", adjacency)
+
+    def forward(self, x):
+        return self.head((self.adjacency @ self.up(x).T).T)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.eye(16).to_sparse(), lambda: torch.eye(16).to_sparse_csr(), lambda: torch.ones(1, 16).expand(16, 16)],
+    ids=["coo", "csr", "expanded"],
+)
+def test_models_with_sparse_and_expanded_buffers_are_compared(make):
+    check = run_checks(task_of(lambda: Graph(make())), {"optimizer_impl": "fused"}, "cpu", batch_size=8)
+    assert check.passed, check.reason
+    assert check.buffer_error == 0
+
+
+class Shrinking(Graph):
+    """Changes the values of its sparse buffer in each forward pass."""
+
+    def forward(self, x):
+        self.adjacency._values().mul_(0.5)
+        return super().forward(x)
+
+
+def test_a_change_of_a_sparse_buffer_is_compared():
+    """Two micro batches shrink it twice."""
+    task = task_of(lambda: Shrinking(torch.eye(16).to_sparse()))
+    check = run_checks(task, {"accumulation_steps": 4}, "cpu", batch_size=8)
+    assert check.buffer_error == pytest.approx(0.5)
+
+
 def deep_with_batch_norm(num_layers=10):
     layers = []
     for channels in [3, *[32] * (num_layers - 1)]:

@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 from autotune.group import Together
 from autotune.randomness import keep_randomness
-from autotune.task.batches import to_device
+from autotune.task.batches import own_elements, strided_parts, to_device
 from autotune.techniques.build import Build, Spread
 
 if TYPE_CHECKING:
@@ -39,10 +39,15 @@ def start_equal(model: nn.Module) -> None:
     """Give every process the parameters and buffers of the first."""
     with torch.no_grad():
         for tensor in itertools.chain(model.parameters(), model.buffers()):
-            # one element stands for all of a dimension without a stride; the group takes dense tensors alone
-            own = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
-            distributed.broadcast(dense := own.contiguous(), 0)
-            own.copy_(dense)
+            for part in strided_parts(tensor.detach()):
+                take_values_of_first(part)
+
+
+def take_values_of_first(tensor: torch.Tensor) -> None:
+    """Give every process the first one's values of a strided tensor. Without gradient."""
+    own = tensor[own_elements(tensor)]
+    distributed.broadcast(dense := own.contiguous(), 0)  # the group takes dense tensors alone
+    own.copy_(dense)
 
 
 def copies_of(build: Build) -> Spread:
@@ -115,7 +120,8 @@ def leaves_some_out(build: Build) -> bool:
     """
     device = build.device.torch_device
     with keep_randomness(device):
-        buffers = [(buffer, buffer.clone()) for buffer in build.model.buffers()]
+        parts = [part for buffer in build.model.buffers() for part in strided_parts(buffer)]
+        buffers = [(part, part.clone()) for part in parts]
         batch = to_device(build.task.batch(build.config.batch_size), device)
         for transform in build.batch_transforms:
             batch = transform(batch)
@@ -130,5 +136,6 @@ def leaves_some_out(build: Build) -> bool:
             for parameter in trained:
                 parameter.grad = None
             for buffer, before in buffers:
-                buffer.copy_(before)
+                own = own_elements(buffer)
+                buffer[own].copy_(before[own])
     return leaves_out
