@@ -24,6 +24,7 @@ from autotune.records.result import Result
 from autotune.report.figures import said_of
 from autotune.report.live import listeners_of
 from autotune.task import Task
+from autotune.task.adapters import keep_modes
 from autotune.task.loading import runs_model_file
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import BATCH
@@ -35,21 +36,26 @@ class LiveModel:
 
     Args:
         optimizer: of the model's parameters; its state is left behind.
+        keeps_modes: parts that are in evaluation mode stay so where the model itself is in training mode.
 
     Raises:
         TaskError: the model is wrapped in DistributedDataParallel or DataParallel, or the optimizer has parameters of something else.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None, *, keeps_modes: bool = False
+    ) -> None:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
             raise TaskError(f"the model is wrapped in {type(model).__name__}; give the model itself, model.module")
         self.model = model
+        self._keeps_modes = keeps_modes
         self._parameters = dict(model.named_parameters())
         self._optimizer = None if optimizer is None else (type(optimizer), _attributes(model, optimizer))
 
     def build_model(self) -> torch.nn.Module:
         """A copy, without gradients."""
-        return copy.deepcopy(self.model)
+        model = copy.deepcopy(self.model)
+        return keep_modes(model) if self._keeps_modes else model
 
     def configure_optimizers(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The optimizer, of a copy's parameters instead."""

@@ -252,7 +252,7 @@ def task_of(
             raise TaskError(
                 f"the {type(part).__name__} was prepared by Accelerate; make the task before accelerator.prepare(...)"
             )
-    live = LiveModel(model, optimizer)
+    live = LiveModel(model, optimizer, keeps_modes=True)
     criterion = None if loss is None else Criterion(loss)
     data = data_of(loader)
     baseline = {**baseline_of(loader), **fields.pop("baseline", {})}

@@ -24,6 +24,7 @@ _UNUSED_HOOKS = (
     "on_before_batch_transfer", "transfer_batch_to_device", "on_train_batch_start", "on_before_backward",
     "on_after_backward", "optimizer_zero_grad", "on_train_batch_end",
 )  # fmt: skip
+_KEEPS_MODES = "_autotune_keeps_modes"  # an attribute of a model, so that copies have it, too
 WHOLE_STEP = "write the whole step yourself, as train_step(model, optimizers, batch)"
 
 
@@ -69,6 +70,28 @@ def attach(model: torch.nn.Module, trainer: TrainerStandIn) -> None:
     """Let a LightningModule, and the LightningModules in it, find a trainer."""
     for module in filter(is_lightning, model.modules()):
         trainer.attach(module)
+
+
+def keep_modes(model: torch.nn.Module) -> torch.nn.Module:
+    """Let `switch_to_training` leave a model that is in training mode as it is: a loop trains it in the modes that it has."""
+    setattr(model, _KEEPS_MODES, True)
+    return model
+
+
+def switch_to_training(model: torch.nn.Module) -> torch.nn.Module:
+    """Put a newly built model into training mode as what trains it does.
+
+    Lightning leaves submodules in evaluation mode there. Other loops call `model.train()`. Of a live model they may have switched parts
+    back; but `from_pretrained` leaves any Hugging Face model in evaluation mode, and what has a `train` of its own decides by itself.
+    """
+    keeps = is_lightning(model) or getattr(model, _KEEPS_MODES, False)
+    if not (keeps and model.training):
+        return model.train()
+    if not is_lightning(model):
+        for module in model.modules():
+            if is_pretrained(module) or type(module).train is not torch.nn.Module.train:
+                module.train()
+    return model
 
 
 def switch_off_caches(model: torch.nn.Module) -> None:

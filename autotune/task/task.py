@@ -165,7 +165,8 @@ class Task:
         return owner if isinstance(owner, adapters.LightningData) else None
 
     def model(self) -> torch.nn.Module:
-        """Build the model, of the first of `variants`, on the CPU, in training mode.
+        """Build the model, of the first of `variants`, on the CPU, in training mode. What a LightningModule or a live model holds in
+        evaluation mode stays so.
 
         Raises:
             TaskError: the result is not a module, has nothing to train, or is not a new model.
@@ -196,7 +197,7 @@ class Task:
             )
         known.manual = adapters.is_lightning(model) and not model.automatic_optimization
         known.lightning, known.shifts_labels = adapters.is_lightning(model), adapters.shifts_labels(model)
-        return model.train()
+        return adapters.switch_to_training(model)
 
     def optimizer(self, model: torch.nn.Module) -> Any:
         """The user's optimizer for `model`, or AdamW over what requires a gradient; for a `train_step`, whatever

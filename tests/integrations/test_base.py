@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import psutil
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from transformers import BertConfig, BertModel
 
 import autotune
 from autotune.devices import linux
@@ -30,6 +31,9 @@ from tests.export.test_export import of_world
 from tests.integrations.answers import LAUNCHED
 
 FEATURES, CLASSES = 12, 4
+TINY_BERT = BertConfig(
+    vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, max_position_embeddings=8
+)
 
 
 def net() -> torch.nn.Module:
@@ -110,6 +114,28 @@ def test_a_copy_steps_as_the_loop_does(tmp_path: Path) -> None:
     trained(model, optimizer, loader, loss)
     for ours, theirs in zip(session.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+class Still(torch.nn.Sequential):
+    """Keeps its parts in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for part in self:
+            part.eval()
+        return self
+
+
+def test_copies_of_a_live_model_keep_the_modes_of_its_parts(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(FEATURES, CLASSES), torch.nn.BatchNorm1d(CLASSES).eval())
+    model.append(BertModel(TINY_BERT).eval())  # as `from_pretrained` returns it, to be switched on by `model.train()`
+    model.append(Still(torch.nn.Dropout()))
+    task = autotune.Task.from_loader(model, DataLoader(dataset(), batch_size=16), torch.nn.CrossEntropyLoss())
+    copied = load_source(TaskSource.of(task).hand_over(tmp_path)).model()
+    assert [module.training for module in (copied, *copied)] == [True, True, False, True, True]
+    assert not copied[3][0].training  # type: ignore[index]
+    model.eval()
+    assert task.model()[1].training  # type: ignore[index]
 
 
 class Scaled(torch.optim.SGD):

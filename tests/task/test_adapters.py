@@ -73,6 +73,21 @@ def test_a_lightning_module_trains_without_a_trainer_and_without_a_warning():
     assert task.weight(task.batch(3), 3) == 3
 
 
+class Frozen(Lit):
+    """Its normalisation keeps its statistics, as a pretrained backbone's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4).eval()
+
+
+def test_a_lightning_module_keeps_the_modes_of_its_parts_as_lightning_does():
+    model = lit(Frozen).model()
+    assert model.training and not model.norm.training
+    assert not prepare(lit(Frozen), {}, device="cpu").model.norm.training
+    assert all(module.training for module in lit(lambda: Frozen().eval()).model().modules())
+
+
 def test_schedulers_of_a_lightning_module_are_ignored_with_a_warning():
     (warning,) = gather_facts(lit()).warnings
     assert "scheduler" in warning
