@@ -72,6 +72,7 @@ class Session:
         self.evaluator = Evaluator(build, self.ready, halves=recovery is not None)
         self.own_loss: torch.Tensor | None = None
         self._position = 0  # of the micro batch that `accumulate` has come to
+        self._has_terms: Any = None  # the first micro batch in a world that had any
 
     def step(self, batch: Any) -> torch.Tensor:
         """Take one optimizer step on all the samples of `batch`.
@@ -155,18 +156,30 @@ class Session:
         Gradients are averaged over the processes, so that each weights its micro batches by their terms, times the number of
         processes, over the terms of all. A micro batch without terms takes part, since the others wait for it, and adds nothing.
         """
-        weights = torch.tensor(
-            list(map(self.task.weight, micro_batches, micro_batches.sizes)), dtype=torch.float64, device=self.device
-        )
+        terms = list(map(self.task.weight, micro_batches, micro_batches.sizes))
+        weights = torch.tensor(terms, dtype=torch.float64, device=self.device)
         of_all = sum_over(weights.sum())
         shares = torch.where(of_all > 0, weights * self.world.size / of_all, 1 / len(weights))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for self._position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
+        taken = self._with_terms(micro_batches, terms, of_all)
+        for self._position, (micro, share) in enumerate(zip(taken, shares, strict=True)):
             with spread.synchronizing(is_last and self._position == len(weights) - 1):
                 loss = self._backward(micro, share)
             total = total + torch.where(share > 0, loss, torch.zeros_like(loss))
         self.own_loss = total
         return sum_over(total / self.world.size).to(loss.dtype)
+
+    def _with_terms(self, micro_batches: list[Any], terms: list[float], of_all: torch.Tensor) -> list[Any]:
+        """The micro batches, each that has no terms replaced by one that has: the mean over nothing is NaN, and zero times that as well.
+
+        That one is of the step, or of an earlier one. Where there was none, and where no process has terms, they stay.
+        """
+        some = next((micro for micro, number in zip(micro_batches, terms, strict=True) if number > 0), self._has_terms)
+        if self._has_terms is None:
+            self._has_terms = some
+        if min(terms) > 0 or some is None or not of_all > 0:
+            return micro_batches
+        return [micro if number > 0 else some for micro, number in zip(micro_batches, terms, strict=True)]
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""

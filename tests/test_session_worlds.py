@@ -285,6 +285,35 @@ def test_a_process_without_a_target_that_counts_adds_nothing(ranks: Ranks, paral
     same(ranks.run(without_terms, parallel), alone, 1e-5)
 
 
+def masked() -> Task:
+    """Its mean is 0 / 0 where no target counts, and its gradient NaN."""
+
+    def training_step(model: nn.Module, batch: Any) -> torch.Tensor:
+        counts = batch[1].flatten() >= 0
+        losses = nn.functional.cross_entropy(
+            model(batch[0]).flatten(0, 1), batch[1].clamp(0).flatten(), reduction="none"
+        )
+        return (losses * counts).sum() / counts.sum()
+
+    return replace(task(), training_step=training_step, loss_weight=lambda batch: int((batch[1] >= 0).sum()))
+
+
+def masked_steps(world: World, config: Mapping[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    """In the second process a quarter of the first step's targets counts, and none of the second's."""
+    session = prepare(masked(), config, device="cpu", world=world)
+    batches = [samples(16, seed) for seed in range(3)]
+    for (_, y), start in zip(batches, (12, 8), strict=False):
+        y[start:] = -100
+    own = slice(16 * world.rank // world.size, 16 * (world.rank + 1) // world.size)
+    return steps(session, [(x[own], y[own]) for x, y in batches])
+
+
+@pytest.mark.parametrize("parallel", SPREADS)
+def test_a_micro_batch_whose_own_mean_would_be_over_nothing_adds_nothing(ranks: Ranks, parallel: str) -> None:
+    alone = masked_steps(ALONE, {"batch_size": 16})
+    same(ranks.run(masked_steps, {"batch_size": 4, "parallel": parallel}), alone, 1e-5)
+
+
 @pytest.mark.parametrize(
     "config",
     [
