@@ -329,6 +329,8 @@ def baseline_of(loader: DataLoader[Any]) -> dict[str, Choice]:
 class Criterion:
     """A loss of the model's output and a target: the batch's last element is the target, the others the model's inputs."""
 
+    calls_model = True  # itself, and no method of it
+
     def __init__(self, loss: Callable[..., torch.Tensor]) -> None:
         self._loss = copy.deepcopy(loss) if isinstance(loss, torch.nn.Module) else loss  # is moved to where targets are
         self.ignored: int | None = getattr(loss, "ignore_index", None)

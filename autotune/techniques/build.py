@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
+from autotune.randomness import keep_randomness
 from autotune.records.config import ALONE, Choice, Config, World
 from autotune.records.device import NOT_MEASURED, Calibration
 
@@ -49,14 +50,7 @@ class Setting:
 
     def run_order(self, modules: Iterable[torch.nn.Module]) -> list[Any]:
         """Those of `modules` that a forward pass enters, in the order of first entry."""
-        entered: list[Any] = []
-        hooks = [module.register_forward_pre_hook(lambda m, _: entered.append(m)) for module in modules]
-        try:
-            self.try_step(self.fresh_batch())
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return list(dict.fromkeys(entered))
+        return _in_order_of_entry(modules, lambda: self.try_step(self.fresh_batch()))
 
     def fresh_batch(self) -> Any:
         """A copy of `batch` to try a forward pass on: user code may change its input in place, or ask for its gradient."""
@@ -128,6 +122,42 @@ class Build:
     spread: Spread | None = None
     optimizers: list[Callable[[Any], Any]] = field(default_factory=list)
 
+    @contextmanager
+    def tried_loss(self) -> Iterator[torch.Tensor]:
+        """The loss of a micro batch as training would compute it by now. At the end buffers and random states are as they were; gradients
+        are left to the caller.
+        """
+        from autotune.task.adapters import uncounted
+        from autotune.task.batches import own_elements, strided_parts, to_device
+
+        device = self.device.torch_device
+        with keep_randomness(device), uncounted(self.model):
+            parts = [part for buffer in self.model.buffers() for part in strided_parts(buffer)]
+            buffers = [(part, part.clone()) for part in parts]
+            batch = to_device(self.task.batch(self.config.batch_size), device)
+            for transform in self.batch_transforms:
+                batch = transform(batch)
+            try:
+                with ExitStack() as stack:
+                    for context in self.forward_contexts:
+                        stack.enter_context(context())
+                    loss = self.task.loss(self.model, batch)
+                yield loss
+            finally:
+                with torch.no_grad():
+                    for buffer, before in buffers:
+                        own = own_elements(buffer)
+                        buffer[own].copy_(before[own])
+
+    def run_order(self, modules: Iterable[torch.nn.Module]) -> list[Any]:
+        """As of `Setting`, in a forward pass of which nothing is left. Not for a task that takes whole steps of its own."""
+
+        def run() -> None:
+            with self.tried_loss():
+                pass
+
+        return _in_order_of_entry(modules, run)
+
     def acting_on(self, technique: str, modules: Iterable[torch.nn.Module], **one: torch.nn.Module) -> dict[str, Any]:
         """Write into `places` which modules a technique acts on, by their names for `get_submodule`, and return its entry.
 
@@ -139,6 +169,18 @@ class Build:
         found = {"modules": [names[id(module)] for module in modules]}
         self.places[technique] = {**found, **{role: names[id(module)] for role, module in one.items()}}
         return self.places[technique]
+
+
+def _in_order_of_entry(modules: Iterable[torch.nn.Module], run: Callable[[], object]) -> list[Any]:
+    """Those of `modules` that `run` enters, in the order of first entry."""
+    entered: list[Any] = []
+    hooks = [module.register_forward_pre_hook(lambda m, _: entered.append(m)) for module in modules]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(dict.fromkeys(entered))
 
 
 @dataclass(eq=False)

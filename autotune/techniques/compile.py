@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.lazy import torch
 from autotune.records.config import Choice, Config
+from autotune.task.adapters import is_lightning, overrides
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique, UnsupportedError
 from autotune.techniques.block_chains import blocks_of
 from autotune.techniques.build import Forward
@@ -27,7 +28,8 @@ _FIXED_S, _LAYER_S = 20.0, 2.0
 
 
 class Compile(Technique):
-    """`torch.compile` of the repeated blocks, with one compilation for equal blocks, or else of the whole model.
+    """`torch.compile` of the repeated blocks, with one compilation for equal blocks, or else of the whole model. Where training does not
+    call the model itself, but parts of it, these are compiled.
 
     Only the instances' `forward` is replaced: classes, parameter names and the state dict stay as they are. Recomputation
     wraps the compiled forward.
@@ -96,14 +98,20 @@ class Compile(Technique):
         if reason := setting.device.why_not_compiled():
             return Support(choices=("off",), reason=reason)
         possible = tuple(_SETUP_S) if setting.device.capabilities.triton else ("default",)
-        regions = _regions(setting.task, setting.model)
+        try:
+            regions = _regions(setting)
+        except UnsupportedError as error:
+            return Support(choices=("off",), reason=str(error))
         default_s = _FIXED_S + _LAYER_S * _num_layers({_kind(region): region for region in regions}.values())
         setup_s = tuple((choice, default_s * _SETUP_S[choice] / _SETUP_S["default"]) for choice in possible)
         return Support(choices=("off",), optional=possible, reason="compiling takes time", setup_s=setup_s)
 
     def apply(self, build: Build, choice: Choice) -> None:
         """Replace the forward of the blocks, or of the model, by a compiled one."""
-        regions = _regions(build.task, build.model, recomputed=bool(build.config["checkpoint_segments"]))
+        try:
+            regions = _regions(build, recomputed=bool(build.config["checkpoint_segments"]))
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.name}={choice}: {error}; leave it off") from None
         compile_forward(build.model, str(choice), **build.acting_on(self.name, regions))
         if choice == _GRAPHS:
             build.batch_transforms.append(_begin_step)
@@ -147,15 +155,60 @@ class _Compiled(Forward):
         return self.function(self.module, *args, **kwargs)
 
 
-def _regions(task: Task, model: torch.nn.Module, *, recomputed: bool = False) -> list[torch.nn.Module]:
-    """The blocks that repeat or are recomputed, else the model itself; without modules whose forward was replaced already."""
+def _regions(within: Setting | Build, *, recomputed: bool = False) -> list[torch.nn.Module]:
+    """The blocks that repeat or are recomputed, else what training calls; without modules whose forward was replaced already.
+
+    Raises:
+        UnsupportedError: there are no such blocks, and training calls no part of the model that has parameters.
+    """
+    task, model = within.task, within.model
     try:
         blocks = blocks_of(task, model).larger
     except UnsupportedError:
         blocks = []
     repeated = len(set(map(_kind, blocks))) < len(blocks)
     in_pieces = repeated or (blocks and recomputed)
-    return [module for module in (blocks if in_pieces else [model]) if "forward" not in vars(module)]
+    found = blocks if in_pieces else _called(within)
+    return [module for module in found if "forward" not in vars(module)]
+
+
+def _called(within: Setting | Build) -> list[torch.nn.Module]:
+    """The outermost modules that training calls: the model itself, or else parts of it. One without parameters (a loss, a metric) is
+    none.
+    """
+    task, model = within.task, within.model
+    if task.takes_whole_steps:  # none can be taken to try it
+        entered = {module for module in model.modules() if _has_forward(module)}
+    elif _calls_model(task, model):
+        entered = {model}
+    else:
+        entered = set(within.run_order(model.modules()))
+
+    def outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        if module in entered:
+            yield module
+        else:
+            for child in module.children():
+                yield from outermost(child)
+
+    found = [module for module in dict.fromkeys(outermost(model)) if next(module.parameters(), None) is not None]
+    if not found:
+        raise UnsupportedError("training calls no part of the model as a module, so that there is nothing to compile")
+    return found
+
+
+def _calls_model(task: Task, model: torch.nn.Module) -> bool:
+    """Whether the loss is known to call the model itself: the default losses do, and a step that says so."""
+    if task.training_step is None:
+        return not is_lightning(model)
+    owner: Any = getattr(task.training_step, "__self__", None)
+    return _calls_model(owner, model) if isinstance(owner, type(task)) else bool(getattr(owner, "calls_model", False))
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    """Whether a module's class says what a call of it computes."""
+    cls = type(module)
+    return overrides(cls, "forward") if is_lightning(module) else cls.forward is not torch.nn.Module.forward
 
 
 def _num_layers(modules: Iterable[torch.nn.Module]) -> int:

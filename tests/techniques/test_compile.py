@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from functorch.compile import make_boxed_func, nop
@@ -116,6 +117,70 @@ def test_a_model_without_repeated_blocks_is_compiled_as_a_whole(make_task: Any) 
     session = trained(make_task(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))), ON)
     assert compiled(session.model) == [""]
     assert num_graphs() == 1
+
+
+class Coder(nn.Module):
+    """Training calls its parts, and never itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout())
+        self.decoder = nn.ModuleList([nn.Linear(8, 4)])
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.decoder[0](self.encoder(x)), y)
+
+
+class LitCoder(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.criterion = nn.Linear(8, 4), nn.CrossEntropyLoss()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.criterion(self.net(batch[0]), batch[1])
+
+
+def whole_step(model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
+    loss: torch.Tensor = model.loss(*batch)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("build_model", "changes", "parts"),
+    [
+        (Coder, {"training_step": lambda model, batch: model.loss(*batch)}, ["encoder", "decoder.0"]),
+        (Coder, {"train_step": whole_step}, ["encoder", "decoder.0"]),
+        (LitCoder, {}, ["net"]),
+    ],
+    ids=["methods", "a whole step", "Lightning"],
+)
+def test_where_training_calls_parts_of_the_model_these_are_compiled(
+    make_task: Any, build_model: Any, changes: Any, parts: list[str]
+) -> None:
+    task = make_task(build_model, **changes)
+    plain, session = trained(task, {}), trained(task, ON)
+    assert compiled(session.model) == parts == session.places["compile"]["modules"]
+    assert num_graphs() == len(parts)
+    for expected, found in zip(plain.model.state_dict().values(), session.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(found, expected)  # batch statistics, too: finding the parts out leaves nothing
+    for parameter, other in zip(plain.model.parameters(), session.model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, parameter.grad)
+
+
+def test_where_training_calls_no_module_there_is_nothing_to_compile(
+    make_task: Any, make_setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_no_compiler", lambda *what: "")
+    task = make_task(
+        lambda: nn.Linear(8, 4),
+        training_step=lambda model, batch: nn.functional.cross_entropy(batch[0] @ model.weight.T, batch[1]),
+    )
+    with pytest.raises(UnsupportedError, match="compile=default: training calls no part"):
+        prepare(task, ON, device="cpu")
+    support = Compile().support(make_setting(task))
+    assert not support.optional and "nothing to compile" in support.reason
 
 
 @pytest.mark.parametrize("segments", [1, 3, 6])

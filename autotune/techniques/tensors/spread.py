@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed, nn
 
 from autotune.group import Together
-from autotune.randomness import keep_randomness
-from autotune.task.batches import own_elements, strided_parts, to_device
+from autotune.task.batches import own_elements, strided_parts
 from autotune.techniques.build import Build, Spread
 
 if TYPE_CHECKING:
@@ -118,24 +117,10 @@ def leaves_some_out(build: Build) -> bool:
 
     It is found out by one micro step, as training takes it, of which nothing is left.
     """
-    device = build.device.torch_device
-    with keep_randomness(device):
-        parts = [part for buffer in build.model.buffers() for part in strided_parts(buffer)]
-        buffers = [(part, part.clone()) for part in parts]
-        batch = to_device(build.task.batch(build.config.batch_size), device)
-        for transform in build.batch_transforms:
-            batch = transform(batch)
-        with ExitStack() as stack:
-            for context in build.forward_contexts:
-                stack.enter_context(context())
-            loss = build.task.loss(build.model, batch)
+    trained = [parameter for parameter in build.model.parameters() if parameter.requires_grad]
+    with build.tried_loss() as loss:
         loss.backward()
-        trained = [parameter for parameter in build.model.parameters() if parameter.requires_grad]
-        leaves_out = any(parameter.grad is None for parameter in trained)
-        with torch.no_grad():
-            for parameter in trained:
-                parameter.grad = None
-            for buffer, before in buffers:
-                own = own_elements(buffer)
-                buffer[own].copy_(before[own])
+    leaves_out = any(parameter.grad is None for parameter in trained)
+    for parameter in trained:
+        parameter.grad = None
     return leaves_out
