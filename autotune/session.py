@@ -41,7 +41,8 @@ class Session:
         model: the model on its device, in training mode; where the world shards parameters, with this process's shards.
         optimizer: the task's own, stepping as the config says; for a `train_step` all that the task configures.
         loader: yields one `StepBatch` per optimizer step: the dataset once, shuffled, or `make_batch` without end. In a world of
-            several processes it is this one's part of the step, and its share of the dataset.
+            several processes it is this one's part of the step, and its share of the dataset. A last micro batch of one sample is left
+            out where the model takes batch statistics.
         config: the config that was applied.
         device: the torch device.
         world: the processes that train the model together, this one among them.

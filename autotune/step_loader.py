@@ -16,6 +16,7 @@ from autotune.order import Order
 from autotune.shares import OrderShare, StreamShare, share_out
 from autotune.task import Task
 from autotune.task.batches import StepBatch
+from autotune.task.facts import uses_batch_statistics
 from autotune.techniques.build import Build
 from autotune.units import plural
 
@@ -24,6 +25,9 @@ _LOG = logging.getLogger("autotune")
 
 class StepLoader:
     """Groups micro batches into optimizer steps. The last group, and the last micro batch in it, may be smaller.
+
+    Where the model takes batch statistics, which one sample may not have, a last micro batch of one sample is left out of the pass. Of a
+    stream it is not known to be the last.
 
     Args:
         shared: around what is loaded, as of an `Alarm`.
@@ -38,14 +42,18 @@ class StepLoader:
         self._world, self._together = build.world, Together(build.world, build.device.torch_device)
         self._epoch = 0
         self._micro_loader: torch.utils.data.DataLoader[Any] | None = None
+        self._leaves_one_out = False
         if dataset is not None:
             dataset, options = share_out(dataset, build.loader_options, build.world, build.config.batch_size)
             self._sampler = options.get("sampler")
             self._options = without_sampler(options)
             if self._sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
                 self._sampler = Order(dataset, generator=options.get("generator"))
+            size = build.config.batch_size
+            if not isinstance(dataset, torch.utils.data.IterableDataset) and uses_batch_statistics(build.model):
+                self._leaves_one_out = len(self._sampler) > size and len(self._sampler) % size == 1
             self._micro_loader = micro_loader(
-                build.task, dataset, build.config.batch_size, sampler=self._sampler, **self._options
+                build.task, dataset, size, sampler=self._sampler, drop_last=self._leaves_one_out, **self._options
             )
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -122,6 +130,12 @@ class StepLoader:
     def micro_batches(self) -> Iterator[tuple[Any, int]]:
         """Yield single micro batches, before they are grouped, and how many samples each holds."""
         if self._micro_loader is not None:
+            if self._leaves_one_out and self._epoch == 0 and self._world.rank == 0:
+                _LOG.warning(
+                    "of the last sample of a pass alone, batch normalisation may have no statistics: each pass leaves one sample out; "
+                    "another batch_size than %d leaves none",
+                    self._config.batch_size,
+                )
             for shared in (self._sampler, self._micro_loader.dataset):
                 if isinstance(shared, DistributedSampler | OrderShare | StreamShare):
                     shared.set_epoch(self._epoch)

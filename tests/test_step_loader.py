@@ -8,6 +8,11 @@ from autotune.task.batches import StepBatch
 from tests.test_session import task_of
 
 
+class Plain(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+
+
 class Numbers(torch.utils.data.Dataset):
     """Sample i is filled with i; there are 22 of them."""
 
@@ -25,6 +30,27 @@ def test_the_loader_groups_micro_batches_and_ends_with_what_is_left():
     assert [[len(micro[1]) for micro in group] for group in groups] == [[4, 4], [4, 4], [4, 2]]
     assert sorted(int(x) for group in groups for micro in group for x in micro[0][:, 0]) == list(range(22))
     assert len(session.loader) == 3
+
+
+class Normalised(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(("build_model", "lengths"), [(Normalised, [7, 7, 7]), (Plain, [7, 7, 7, 1])])
+def test_a_sample_that_would_be_normalised_alone_is_left_out_of_the_pass_and_it_is_said_once(
+    caplog, build_model, lengths
+):
+    session = prepare(task_of(build_model=build_model, train_dataset=Numbers), {"batch_size": 7}, device="cpu")
+    for _ in range(2):
+        assert [len(micro[1]) for group in session.loader for micro in group] == lengths
+        assert all(session.step(batch).isfinite() for batch in session.loader)
+    assert len(session.loader) == len(lengths)
+    assert sum("leaves one sample out" in record.message for record in caplog.records) == (build_model is Normalised)
 
 
 def test_without_a_dataset_the_loader_makes_batches_without_end():

@@ -32,7 +32,12 @@ from tests.integrations.answers import LAUNCHED
 
 FEATURES, CLASSES = 12, 4
 TINY_BERT = BertConfig(
-    vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, max_position_embeddings=8
+    vocab_size=8,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    intermediate_size=8,
+    max_position_embeddings=8,
 )
 
 

@@ -91,7 +91,11 @@ class Graph(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize(
     "make",
-    [lambda: torch.eye(16).to_sparse(), lambda: torch.eye(16).to_sparse_csr(), lambda: torch.ones(1, 16).expand(16, 16)],
+    [
+        lambda: torch.eye(16).to_sparse(),
+        lambda: torch.eye(16).to_sparse_csr(),
+        lambda: torch.ones(1, 16).expand(16, 16),
+    ],
     ids=["coo", "csr", "expanded"],
 )
 def test_models_with_sparse_and_expanded_buffers_are_compared(make):

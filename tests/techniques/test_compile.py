@@ -124,7 +124,7 @@ class Coder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout())
+        self.encoder = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Tanh())
         self.decoder = nn.ModuleList([nn.Linear(8, 4)])
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,9 @@ def whole_step(model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
 def test_where_training_calls_parts_of_the_model_these_are_compiled(
     make_task: Any, build_model: Any, changes: Any, parts: list[str]
 ) -> None:
-    task = make_task(build_model, **changes)
+    task = make_task(
+        build_model, configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), 0.1), **changes
+    )
     plain, session = trained(task, {}), trained(task, ON)
     assert compiled(session.model) == parts == session.places["compile"]["modules"]
     assert num_graphs() == len(parts)
