@@ -50,7 +50,7 @@ class StepLoader:
             if self._sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
                 self._sampler = Order(dataset, generator=options.get("generator"))
             size = build.config.batch_size
-            if not isinstance(dataset, torch.utils.data.IterableDataset) and uses_batch_statistics(build.model):
+            if self._sampler is not None and uses_batch_statistics(build.model):
                 self._leaves_one_out = len(self._sampler) > size and len(self._sampler) % size == 1
             self._micro_loader = micro_loader(
                 build.task, dataset, size, sampler=self._sampler, drop_last=self._leaves_one_out, **self._options

@@ -13,7 +13,7 @@ from autotune.lazy import torch
 _STORAGES: dict[int, torch.UntypedStorage] = {}  # by address; they live as long as the process, so that no other has it
 
 
-def note(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+def note(storage: Any, location: str) -> Any:
     """For `torch.load`, as its `map_location`: remember a storage that lies in the file, and leave it there."""
     _STORAGES[storage._cdata] = storage
     return storage
@@ -34,7 +34,8 @@ def own_model(model: torch.nn.Module) -> torch.nn.Module:
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(copies[storage._cdata], *place)
 
-    return model._apply(own)
+    model._apply(own)
+    return model
 
 
 def own_batch(batch: Any) -> Any:

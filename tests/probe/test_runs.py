@@ -60,3 +60,33 @@ def test_the_first_process_alone_holds_whole_copies(ranks: Ranks, parallel: str)
     assert second == first
     # of what plain training began with, of its gradients, and of how its parameters moved
     assert first_bytes - second_bytes > 2.5 * MODEL_BYTES
+
+
+class Graph(nn.Module):
+    """A graph convolution, whose adjacency each process draws for itself."""
+
+    def __init__(self, *, is_sparse: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        drawn = torch.randn(1, 16).expand(16, 16)
+        self.register_buffer("adjacency", drawn.to_sparse() if is_sparse else drawn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.adjacency @ self.up(x).T).T
+
+
+def compare_graphs(world: World, is_sparse: bool) -> Check:
+    task = Task(
+        build_model=lambda: Graph(is_sparse=is_sparse),
+        make_batch=lambda n: torch.randn(n, 16),
+        training_step=lambda model, batch: model(batch).square().mean(),
+    )
+    torch.manual_seed(world.rank)
+    return run_checks(task, {"parallel": "fsdp"}, "cpu", batch_size=4, world=world)
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_shards_of_a_model_with_a_sparse_or_expanded_buffer_are_compared(ranks: Ranks, is_sparse: bool) -> None:
+    first, second = ranks.run(compare_graphs, is_sparse)
+    assert first.passed, first.reason
+    assert second == first
