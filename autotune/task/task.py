@@ -182,7 +182,7 @@ class Task:
                 "model inside build_model, so that no run starts from the parameters of another"
             )
         known.last_model = weakref.ref(model)
-        handed_over.own_model(adapters.adapt(model))
+        adapters.adapt(model)
         if lazy := next((module for module in model.modules() if adapters.is_lazy(module)), None):
             raise TaskError(
                 f"build_model returned a {type(model).__name__} whose {type(lazy).__name__} has no shape yet; run a batch "
@@ -197,7 +197,7 @@ class Task:
             )
         known.manual = adapters.is_lightning(model) and not model.automatic_optimization
         known.lightning, known.shifts_labels = adapters.is_lightning(model), adapters.shifts_labels(model)
-        return adapters.switch_to_training(model)
+        return adapters.switch_to_training(handed_over.own_model(model))
 
     def optimizer(self, model: torch.nn.Module) -> Any:
         """The user's optimizer for `model`, or AdamW over what requires a gradient; for a `train_step`, whatever
