@@ -40,10 +40,7 @@ class OptimizerState(Technique):
     likely = ("8bit", "cpu")
     said_of = "AdamW"
     frameworks = words(
-        transformers=Table(
-            {"8bit": {"optim": "adamw_torch_8bit"}, "4bit": {"optim": "adamw_torch_4bit"}},
-            aliases={("optim", "adamw_bnb_8bit"): "8bit", ("optim", "adamw_8bit"): "8bit"},
-        ),
+        transformers=Table({"8bit": {"optim": "adamw_torch_8bit"}, "4bit": {"optim": "adamw_torch_4bit"}}),
         torch=Lines({At.OPTIMIZER: "keep_state(optimizer, {choice})"}),
     )
 

@@ -155,6 +155,23 @@ def test_where_trainer_would_scale_the_gradients_by_accumulating_it_accumulates_
         assert not task.warnings and not task.fixed_accumulation
 
 
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"])
+def test_an_8_bit_adamw_of_bitsandbytes_is_made_in_probes_as_in_training(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def chosen(args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+        asked.append(transformers.training_args.OptimizerNames(args.optim).value)
+        return torch.optim.SGD, {"lr": 0.1}
+
+    monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", staticmethod(chosen))
+    task = integration.task_of(trainer_of(tmp_path, args={"optim": name}))
+    assert task.baseline is not None and "optimizer_state" not in task.baseline
+    prepare(task, {}, device="cpu")
+    assert {*asked} == {name}
+
+
 def test_an_optimizer_of_the_users_own_steps_in_probes(tmp_path: Path) -> None:
     model = bert()
     optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.5, momentum=0.9)
@@ -295,3 +312,4 @@ def test_another_optimizer_makes_another_task(tmp_path: Path, monkeypatch: pytes
         return TaskSource.of(integration.task_of(trainer_of(tmp_path, args={"optim": optim}))).script_digest()
 
     assert digest("sgd") == digest("sgd") != digest("adafactor")
+
