@@ -67,7 +67,7 @@ class LiveModel:
         optimizer: torch.optim.Optimizer = object.__new__(kind)
         # the base class's own: it sets attributes and adds what it needs beside them
         torch.optim.Optimizer.__setstate__(optimizer, {**copy.deepcopy(attributes, others), "state": defaultdict(dict)})
-        return optimizer
+        return set_to_train(optimizer)
 
     def task_identity(self) -> str:
         """What distinguishes this model and optimizer from others in the same script."""
@@ -99,6 +99,13 @@ def _attributes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for name, value in vars(optimizer).items()
         if name not in ("state", "step") and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
     }
+
+
+def set_to_train(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, in training mode where it has modes: those that need no schedule refuse to step in another."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
+    return optimizer
 
 
 def name_of(device: torch.device) -> str:

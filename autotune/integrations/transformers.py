@@ -32,6 +32,7 @@ from autotune.integrations.base import (
     plain,
     read,
     search,
+    set_to_train,
     techniques_saying,
     words_of_changes,
 )
@@ -181,7 +182,7 @@ class LiveTrainer:
             return self.model.configure_optimizers(model)
         trainer = self._trainer(model)
         trainer.optimizer = None
-        return trainer.create_optimizer()  # type: ignore[no-any-return]
+        return set_to_train(trainer.create_optimizer())
 
     def train_dataset(self) -> Any:
         """The dataset as the trainer's loader reads it."""

@@ -155,6 +155,34 @@ def test_where_trainer_would_scale_the_gradients_by_accumulating_it_accumulates_
         assert not task.warnings and not task.fixed_accumulation
 
 
+class Phased(torch.optim.SGD):
+    """Refuses to step until it is told to train, as optimizers that need no schedule do."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.param_groups[0]["train_mode"] = False
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("the optimizer is not in train mode")
+        super().step(closure)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["the user's", "the trainer's"])
+def test_an_optimizer_that_has_to_be_told_to_train_steps_in_probes(given: bool, tmp_path: Path) -> None:
+    model = bert()
+    own = Phased(model.parameters())
+    words: dict[str, Any] = (
+        {"optimizers": (own, None)} if given else {"optimizer_cls_and_kwargs": (Phased, {"lr": 0.1})}
+    )
+    session = prepare(in_a_probe(trainer_of(tmp_path, model=model, **words), tmp_path), {}, device="cpu")
+    session.step(next(iter(session.loader)))
+    assert type(session.optimizer) is Phased and not own.param_groups[0]["train_mode"]
+
+
 @pytest.mark.parametrize("name", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"])
 def test_an_8_bit_adamw_of_bitsandbytes_is_made_in_probes_as_in_training(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
