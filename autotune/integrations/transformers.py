@@ -57,6 +57,7 @@ _DEVICE = (
     "__cached__setup_devices",
 )  # where arguments keep their device; the second before version 5
 _LOOPS = ("train", "_inner_training_loop")
+_COMPILER = "inductor"  # the backend by which probes compile
 
 
 def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **options: Any) -> Any:
@@ -98,6 +99,7 @@ def task_of(trainer: Trainer) -> Task:
     args = trainer.args
     _refuse(trainer)
     given = _given(trainer)
+    _refuse_compiler(given, type(trainer).__name__)
     live = LiveTrainer(trainer, _in_probes(given))
     task = Task(
         build_model=live.model.build_model,
@@ -318,8 +320,30 @@ def _given(trainer: Trainer) -> dict[str, Any]:
     given = {item.name: getattr(trainer.args, item.name) for item in fields(trainer.args)}
     precision = trainer.accelerator.mixed_precision  # Accelerate's own configuration may set it
     given |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    if given["torch_compile"] and given["torch_compile_mode"] is None:
+        given["torch_compile_mode"] = "default"  # as Accelerate takes it
     page_locked = capabilities_of(trainer.args.device.type).page_locked
     return given | {"dataloader_pin_memory": page_locked and trainer.args.dataloader_pin_memory}
+
+
+def _refuse_compiler(given: Mapping[str, Any], name: str) -> None:
+    """Refuse to take what probes do not compile by for training without a compiler."""
+    if not given["torch_compile"]:
+        return
+    if given["torch_compile_backend"] != _COMPILER:
+        raise TaskError(
+            f"the {name} compiles by torch_compile_backend={given['torch_compile_backend']!r}, which probes do not; expected "
+            f"{_COMPILER!r}: leave torch_compile_backend out, or set torch_compile=False while you tune"
+        )
+    techniques = find_techniques()
+    for technique in (techniques[each] for each in techniques_saying(TRANSFORMERS, "torch_compile")):
+        if technique.read(TRANSFORMERS, given) is None:
+            modes = ", ".join(repr(choice) for choice in technique.choices if choice != technique.off)
+            raise TaskError(
+                f"the {name} compiles by torch_compile_mode={given['torch_compile_mode']!r}, which probes do not; expected one of "
+                f"{modes}: set one of them, or torch_compile=False while you tune"
+            )
+
 
 
 def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:

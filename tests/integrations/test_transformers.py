@@ -200,6 +200,41 @@ def test_an_8_bit_adamw_of_bitsandbytes_is_made_in_probes_as_in_training(
     assert {*asked} == {name}
 
 
+def test_compiling_in_the_usual_words_is_the_baseline(tmp_path: Path) -> None:
+    asked = [{"torch_compile": True}, {"torch_compile_mode": "reduce-overhead"}, {"torch_compile_backend": "inductor"}]
+    for args, expected in zip(asked, ["default", "reduce-overhead", "default"], strict=True):
+        task = integration.task_of(trainer_of(tmp_path, args=args))
+        assert task.baseline is not None and task.baseline["compile"] == expected
+
+
+def test_compiling_stays_as_it_was_said_where_the_answer_leaves_it(tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, "torch_compile": True}
+    trainer = trainer_of(tmp_path, args=asked)
+    found = integration.tune(trainer, **known(tmp_path, compile="default"))
+    assert (found.torch_compile, found.torch_compile_backend, found.torch_compile_mode) == (True, "inductor", None)
+    assert found.bf16 and trainer.args.torch_compile_mode is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"torch_compile_backend": "aot_eager"},
+            r"backend='aot_eager'.*expected 'inductor': leave .* out, or set torch_compile=F",
+        ),
+        (
+            {"torch_compile_mode": "max-autotune"},
+            r"mode='max-autotune'.*expected one of 'default', .*set one of them, or ",
+        ),
+    ],
+)
+def test_compiling_as_probes_do_not_is_refused_with_the_next_step(
+    asked: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TaskError, match=message):
+        integration.task_of(trainer_of(tmp_path, args=asked))
+
+
 def test_an_optimizer_of_the_users_own_steps_in_probes(tmp_path: Path) -> None:
     model = bert()
     optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.5, momentum=0.9)
