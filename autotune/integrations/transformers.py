@@ -22,7 +22,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from autotune.devices import TYPES, capabilities_of
-from autotune.errors import ConfigError, TaskError
+from autotune.errors import ConfigError, TaskError, in_one_line
 from autotune.group import launched_world
 from autotune.integrations.accelerator import choices_of_shards, groups_of, require_whole_samples
 from autotune.integrations.base import (
@@ -58,6 +58,7 @@ _DEVICE = (
 )  # where arguments keep their device; the second before version 5
 _LOOPS = ("train", "_inner_training_loop")
 _COMPILER = "inductor"  # the backend by which probes compile
+_ROUNDING = 0.01  # of a loss that is computed twice
 
 
 def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **options: Any) -> Any:
@@ -111,7 +112,7 @@ def task_of(trainer: Trainer) -> Task:
         max_grad_norm=args.max_grad_norm or None,
         global_batch=batch_of_all(args.per_device_train_batch_size * args.gradient_accumulation_steps),
         name=type(trainer.model).__name__,
-        fixed_accumulation=_scaled_by_accumulating(trainer),
+        fixed_accumulation=live.why_accumulation_is_fixed,
         warnings=tuple(_left_out(trainer)),
     )
     baseline = read(TRANSFORMERS, given, task, trainer.model)
@@ -145,6 +146,8 @@ class LiveTrainer:
         self._given = {name: getattr(trainer, name) for name in _GIVEN}
         made_anew = {"train", *_names_in(Trainer.__init__), *_names_in(Trainer.create_accelerator_and_postprocess)}
         self._own = {name: value for name, value in vars(trainer).items() if name not in made_anew}
+        # which trainers of TRL set once they are made
+        self._own["model_accepts_loss_kwargs"] = trainer.model_accepts_loss_kwargs
         self._made: Any = None
         self._loader: Any = None
 
@@ -185,6 +188,10 @@ class LiveTrainer:
         trainer = self._trainer(model)
         trainer.optimizer = None
         return set_to_train(trainer.create_optimizer())
+
+    def why_accumulation_is_fixed(self, model: torch.nn.Module, batch: Any) -> str:
+        """Why more or fewer accumulation steps would scale the gradients; empty where they would not."""
+        return _why_scaled(self._trainer(model), model, batch)
 
     def train_dataset(self) -> Any:
         """The dataset as the trainer's loader reads it."""
@@ -345,7 +352,6 @@ def _refuse_compiler(given: Mapping[str, Any], name: str) -> None:
             )
 
 
-
 def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments for a trainer whose techniques the session applies."""
     said = {**plain(TRANSFORMERS), **_IN_PROBES}
@@ -377,8 +383,6 @@ def _left_out(trainer: Trainer) -> list[str]:
     args, name, found = trainer.args, type(trainer).__name__, []
     if type(trainer).training_step is not Trainer.training_step:
         found.append(f"probes measure {name}.training_step without what follows its backward pass")
-    if scaled := _scaled_by_accumulating(trainer):
-        found.append(f"the accumulation steps are kept as they are: {scaled}")
     if args.neftune_noise_alpha is not None:
         found.append("probes add no NEFTune noise to embeddings")
     handler = trainer.accelerator.ddp_handler
@@ -392,24 +396,64 @@ def _left_out(trainer: Trainer) -> list[str]:
     return found
 
 
-def _scaled_by_accumulating(trainer: Trainer) -> str:
+def _why_scaled(trainer: Any, model: Any, batch: Any) -> str:
     """Why more or fewer accumulation steps would scale the gradients; empty where they would not."""
-    if not trainer.model_accepts_loss_kwargs or _counts_items(trainer):
+    declared = getattr(trainer, "loss_is_scaled_for_ga", None)  # not there in older versions
+    if declared is not None or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+        return ""  # the user says how it is, or Trainer divides the loss by the accumulation steps
+    overridden = type(trainer).compute_loss is not Trainer.compute_loss
+    if overridden or trainer.compute_loss_func:
+        loss = f"{type(trainer).__name__}.compute_loss" if overridden else "compute_loss_func"
+        return _why_own_loss_scales(trainer, model, batch, loss)
+    base, place = model, "model"
+    if hasattr(model, "get_base_model"):  # of PEFT, which Trainer looks into, too
+        base, place = model.get_base_model(), "model.get_base_model()"
+    if trainer.label_smoother or _counts_items(base):
         return ""
-    return (
-        f"the loss of {type(trainer.model).__name__} ignores num_items_in_batch, so Trainer adds up the means of its micro "
-        "batches, and another number of them scales the gradients; to have their mean, and other numbers tried, set "
-        "model.accepts_loss_kwargs = False before the Trainer is made"
+    return _adds_up_means(
+        f"the loss of {type(base).__name__}", f"set {place}.accepts_loss_kwargs = False before the Trainer is made"
     )
 
 
-def _counts_items(trainer: Any) -> bool:
-    """Whether the loss is a mean over the labels of the whole step, as Trainer takes it to be."""
-    if trainer.compute_loss_func or trainer.label_smoother or type(trainer).compute_loss is not Trainer.compute_loss:
-        return True
-    code = getattr(inspect.unwrap(type(trainer.model).forward), "__code__", None)
+def _why_own_loss_scales(trainer: Any, model: torch.nn.Module, batch: Any, loss: str) -> str:
+    """As `_why_scaled`, of a loss whose code may be anything: it is computed as in the batch's own step, and as among twice its labels."""
+    try:
+        inputs = trainer._prepare_inputs({**batch})
+        num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        if num_items is None and not trainer.compute_loss_func:
+            return ""  # Trainer divides it
+        once, among_twice = (_loss_among(trainer, model, inputs, number) for number in (num_items, 2 * num_items))
+    except Exception as error:
+        return (
+            f"whether {loss} divides by num_items_in_batch could not be measured ({in_one_line(error)}), and unless it does, another "
+            f"number of micro batches scales the gradients; where you know that it does, include {ACCUMULATION!r} in the search"
+        )
+    if abs(2 * among_twice - once) < _ROUNDING * abs(once):
+        return ""
+    remedy = "divide the sum of its terms by num_items_in_batch"
+    if hasattr(Trainer, "loss_is_scaled_for_ga"):
+        remedy = f"set loss_is_scaled_for_ga = False on {type(trainer).__name__}"
+    return _adds_up_means(loss, remedy)
+
+
+def _loss_among(trainer: Any, model: torch.nn.Module, inputs: Mapping[str, Any], num_items: Any) -> float:
+    """The loss of a micro batch in a step of `num_items` labels, with the same random numbers in each call."""
+    with keep_randomness(), torch.no_grad():
+        return float(trainer.compute_loss(model, {**inputs}, num_items_in_batch=num_items))
+
+
+def _adds_up_means(loss: str, remedy: str) -> str:
+    return (
+        f"{loss} ignores num_items_in_batch, so Trainer adds up the means of its micro batches, and another number of them scales the "
+        f"gradients; to have their mean, and other numbers tried, {remedy}"
+    )
+
+
+def _counts_items(model: torch.nn.Module) -> bool:
+    """Whether a model's own loss is a mean over the labels of the whole step, as Trainer takes it to be."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     named = () if code is None else (*code.co_names, *code.co_varnames)
-    wraps = code is None or not {"labels"} & {*named}  # another module's forward, as in PEFT
+    wraps = code is None or not {"labels"} & {*named}  # another module's forward
     return wraps or not {"loss_function", "num_items_in_batch"}.isdisjoint(named)
 
 

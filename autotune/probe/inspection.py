@@ -98,9 +98,9 @@ def inspect_task(
             report(Progress())
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
     setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration, world)
-    batch = _batch_support(setting, baseline.plan_in(world), coupling)
+    batch, told = _batch_support(setting, baseline.plan_in(world), coupling)
     return Inspection(
-        facts=replace(facts, warnings=(*facts.warnings, *filter(None, (batch.warning,)))),
+        facts=replace(facts, warnings=(*facts.warnings, *told)),
         device=info,
         global_batch=task.global_batch,
         baseline=baseline.as_dict(),
@@ -197,17 +197,21 @@ def _uncut(task: Task, baseline: Config, coupling: Coupling | None, dataset_size
     return baseline.replace(**{BATCH_SIZE: whole, ACCUMULATION: 1})
 
 
-def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None) -> BatchSupport:
-    """Which batches may be tried, and why others may not."""
-    return batch_support(
+def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None) -> tuple[BatchSupport, list[str]]:
+    """Which batches may be tried, why others may not, and what the user should know of that."""
+    given = setting.task.fixed_accumulation
+    fixed = given if isinstance(given, str) else given(setting.model, setting.batch)
+    found = batch_support(
         plan,
         global_batch=setting.task.global_batch,
         dataset_size=setting.dataset_size,
         normalises=uses_batch_statistics(setting.model),
-        fixed_accumulation=setting.task.fixed_accumulation,
+        fixed_accumulation=fixed,
         whole_step="the task's own step takes the whole global batch at once" if setting.task.takes_whole_steps else "",
         coupling=coupling,
     )
+    kept = f"the accumulation steps are kept as they are: {fixed}" if fixed and not isinstance(given, str) else ""
+    return found, [*filter(None, (kept, found.warning))]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Task:
         baseline: what the user runs today, as a partial config dict; None for plain fp32.
         max_grad_norm: gradients are clipped to this norm before each optimizer step; None for no clipping.
         fixed_accumulation: why another number of micro batches per optimizer step than the baseline's learns something else,
-            so that it is tried only if it is included; empty where it does not.
+            so that it is tried only if it is included; empty where it does not. Or a function that finds it out, by a model and a
+            small batch on the device; what it returns is told as a warning.
         variants: names of architectures that `build_model` takes; the first is trained unless a config says otherwise.
         freeze: names of modules and parameters that a config may leave untrained, each a choice (several with `+` between
             them); None to find leading parts of the model.
@@ -77,7 +78,7 @@ class Task:
     global_batch: int | None = None
     baseline: Mapping[str, Choice] | None = None
     max_grad_norm: float | None = None
-    fixed_accumulation: str = ""
+    fixed_accumulation: str | Callable[[torch.nn.Module, Any], str] = ""
     variants: Sequence[str] | None = None
     freeze: Sequence[str] | None = None
     eval: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -119,6 +120,53 @@ def loss_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) 
     return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
 
+class Averaged(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Its loss is a mean over the micro batch, however many labels the step has."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> torch.Tensor:
+        labels = inputs.pop("labels")
+        return torch.nn.functional.cross_entropy(model(**inputs).logits, labels)
+
+
+class Declared(Averaged):
+    loss_is_scaled_for_ga = False
+
+
+class Late(Averaged):
+    """Says once it is made that its loss takes no number of labels, as trainers of TRL do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+
+class Delegating(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class Slopes(transformers.Trainer):  # type: ignore[misc, name-defined]
+    """Its loss takes a derivative itself, which it cannot without gradients."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> torch.Tensor:
+        loss = model(**inputs).loss
+        (slope,) = torch.autograd.grad(loss, model.classifier.weight, create_graph=True)
+        return loss + slope.square().sum()  # type: ignore[no-any-return]
+
+
+def mean_of(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits, labels)
+
+
+def looked_at(trainer: Any) -> tuple[tuple[int, ...], str]:
+    """The accumulation steps that are searched unasked, and what the user is told; the step has 16 samples, taken four at a time."""
+    found = inspect_task(integration.task_of(trainer), device="cpu", memory_limit_bytes=None)
+    return found["batch"]["accumulation_steps"], " ".join(found["facts"]["warnings"])
+
+
+ANY, AS_BEFORE = (1, 2, 4, 8, 16), (4,)
+
+
 @pytest.mark.parametrize(
     ("cls", "given", "args"),
     [
@@ -145,14 +193,94 @@ def test_a_probe_takes_the_step_that_the_trainer_takes(cls: Any, given: Any, arg
 
 
 def test_where_trainer_would_scale_the_gradients_by_accumulating_it_accumulates_as_before(tmp_path: Path) -> None:
-    """16 samples per step, four at a time."""
-    task = integration.task_of(trainer_of(tmp_path, model=accepting()))
-    assert "kept as they are" in "".join(task.warnings) and "accepts_loss_kwargs = False" in "".join(task.warnings)
-    steps = inspect_task(task, device="cpu", memory_limit_bytes=None)["batch"]
-    assert (steps["accumulation_steps"], steps["optional_accumulation_steps"]) == ((4,), (1, 2, 8, 16))
-    for model in (bert(), gpt()):
-        task = integration.task_of(trainer_of(tmp_path, model=model))
-        assert not task.warnings and not task.fixed_accumulation
+    trainer = trainer_of(tmp_path, model=accepting())
+    steps, told = looked_at(trainer)
+    assert steps == AS_BEFORE and "kept as they are: the loss of BertForSequenceClassification ignores" in told
+    assert "set model.accepts_loss_kwargs = False before the Trainer is made" in told
+    batch = inspect_task(integration.task_of(trainer), device="cpu", memory_limit_bytes=None)["batch"]
+    assert batch["optional_accumulation_steps"] == (1, 2, 8, 16)
+    for given in ({}, {"model": gpt(), "train_dataset": texts()}):
+        steps, told = looked_at(trainer_of(tmp_path, **given))
+        assert steps == ANY and "kept as they are" not in told
+
+
+@pytest.mark.parametrize(
+    ("cls", "given"),
+    [
+        (Averaged, {"model": accepting}),
+        (Delegating, {"model": accepting}),
+        (None, {"model": accepting, "compute_loss_func": mean_of}),
+        (None, {"compute_loss_func": mean_of}),
+    ],
+    ids=["compute_loss", "the model's own", "compute_loss_func", "compute_loss_func, of a model that takes no number"],
+)
+def test_where_an_own_loss_ignores_how_many_labels_a_step_has_the_accumulation_stays(
+    cls: Any, given: Any, tmp_path: Path
+) -> None:
+    given = {name: value() if name == "model" else value for name, value in given.items()}
+    steps, told = looked_at(trainer_of(tmp_path, cls, **given))
+    name = f"{cls.__name__}.compute_loss" if cls else "compute_loss_func"
+    assert steps == AS_BEFORE and f"kept as they are: {name} ignores num_items_in_batch, so Trainer adds up" in told
+    if hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):
+        assert f"set loss_is_scaled_for_ga = False on {cls.__name__ if cls else 'Trainer'}" in told
+
+
+@pytest.mark.parametrize(
+    ("cls", "given"),
+    [
+        (Weighted, {"model": accepting, "weights": torch.tensor([0.2, 0.8])}),
+        (Delegating, {"model": gpt, "train_dataset": texts()}),
+        (None, {"model": accepting, "compute_loss_func": loss_of}),
+        (Averaged, {"model": bert}),
+        (Late, {"model": accepting}),
+        (Declared, {"model": accepting}),
+    ],
+    ids=[
+        "compute_loss",
+        "the model's own",
+        "compute_loss_func",
+        "Trainer divides",
+        "as in TRL",
+        "Trainer is told to divide",
+    ],
+)
+def test_where_an_own_loss_is_a_mean_over_the_step_any_accumulation_is_tried(
+    cls: Any, given: Any, tmp_path: Path
+) -> None:
+    if cls is Declared and not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"):
+        pytest.skip("this Trainer asks for no loss_is_scaled_for_ga")
+    given = {name: value() if name == "model" else value for name, value in given.items()}
+    steps, told = looked_at(trainer_of(tmp_path, cls, **given))
+    assert steps == ANY and "kept as they are" not in told
+
+
+def test_where_a_loss_cannot_be_computed_among_other_labels_the_accumulation_stays(tmp_path: Path) -> None:
+    steps, told = looked_at(trainer_of(tmp_path, Slopes, model=accepting()))
+    assert steps == AS_BEFORE
+    assert re.search(
+        r"whether Slopes\.compute_loss divides .* could not be measured .*include 'accumulation_steps'", told
+    )
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT wraps a model of a known task: it names the labels, and passes on the rest unseen."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_model = base
+
+    def get_base_model(self) -> torch.nn.Module:
+        return self.base_model
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        return self.base_model(input_ids=input_ids, labels=labels, **kwargs)
+
+
+def test_a_model_in_an_adapter_accumulates_as_the_model_itself_does(tmp_path: Path) -> None:
+    assert looked_at(trainer_of(tmp_path, model=Adapted(gpt()), train_dataset=texts()))[0] == ANY
+    steps, told = looked_at(trainer_of(tmp_path, model=Adapted(accepting())))
+    assert steps == AS_BEFORE and "the loss of BertForSequenceClassification ignores num_items_in_batch" in told
+    assert "set model.get_base_model().accepts_loss_kwargs = False" in told
 
 
 class Phased(torch.optim.SGD):
@@ -375,4 +503,3 @@ def test_another_optimizer_makes_another_task(tmp_path: Path, monkeypatch: pytes
         return TaskSource.of(integration.task_of(trainer_of(tmp_path, args={"optim": optim}))).script_digest()
 
     assert digest("sgd") == digest("sgd") != digest("adafactor")
-

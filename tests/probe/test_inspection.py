@@ -57,6 +57,21 @@ def derivative_fits(model, batch):
     return nn.functional.mse_loss(slope, x.detach().cos())
 
 
+def test_a_task_may_find_out_at_inspection_why_its_accumulation_stays():
+    asked = []
+
+    def why(model, batch):
+        asked.append((type(model), len(batch[0])))
+        return "it scales the gradients" if asked[1:] else ""
+
+    task = dataclasses.replace(on_images(), global_batch=12, baseline={"batch_size": 3}, fixed_accumulation=why)
+    free, kept = (inspect_task(task, device="cpu", memory_limit_bytes=None) for _ in range(2))
+    assert free["batch"]["accumulation_steps"] == (1, 2, 3, 4, 6, 12) and not free["facts"]["warnings"]
+    assert kept["batch"]["accumulation_steps"] == (4,)
+    assert kept["facts"]["warnings"] == ("the accumulation steps are kept as they are: it scales the gradients",)
+    assert asked == [(MixedConvolutions, 2)] * 2
+
+
 def test_a_training_step_that_takes_derivatives_itself_is_searched():
     task = Task(
         build_model=lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
