@@ -351,7 +351,7 @@ class ProcessWide:
     def __init__(self) -> None:
         self.choices: Mapping[str, Choice] = {}
         self._undo = ExitStack()
-        atexit.register(self._undo.close)  # contexts that are left to the interpreter's end would fail there
+        atexit.register(self._undo.close)  # before the interpreter takes apart what it calls
 
     def begin(self, config: Config, techniques: Techniques) -> None:
         """Undo what the session before has switched on; the end of what `config` switches on begins here."""
@@ -363,7 +363,7 @@ class ProcessWide:
 
     def keep(self) -> None:
         """Let what is switched on stay, whatever is prepared later: something else than a session goes on with it."""
-        atexit.register(self._undo.pop_all().close)
+        atexit.register(self._undo.pop_all().close)  # a context that nobody holds ends at once
 
 
 PROCESS_WIDE = ProcessWide()
