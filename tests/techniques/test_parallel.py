@@ -65,7 +65,7 @@ def test_a_choice_that_there_is_not_is_refused(choice: Any) -> None:
 def test_an_option_of_what_is_not_there_is_redundant(parallel: str, name: str) -> None:
     choice = next(choice for choice in techniques[name].choices if choice != techniques[name].off)
     config = techniques.complete({"parallel": parallel, name: choice})
-    assert "which parallel=" in techniques[name].conflict(config)
+    assert "parallel=" in techniques[name].conflict(config)
 
 
 def test_batch_normalisation_over_all_is_another_training_and_needs_a_gpu() -> None:
