@@ -16,7 +16,8 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -180,7 +181,8 @@ class AutotuneCallback:
     """Tunes what `fit` is about to train, where `BatchSizeFinder` finds a batch size: `Trainer(callbacks=[AutotuneCallback()])`.
 
     It sets the trainer's accumulation and precision, and attributes of the module, its `hparams` or the datamodule: the batch
-    size, and each option of the loader that has an attribute of its name there.
+    size, and each option of the loader that has an attribute of its name there. `train_dataloader()` has to read the batch size
+    itself, since a datamodule's `setup()` has been called by then.
 
     Attributes:
         result: the whole answer, once `fit` has begun; None before. With `eval=True`, `result.evaluation` has the batch size
@@ -225,6 +227,7 @@ class AutotuneCallback:
         options = dict(self._options)
         options["exclude"] = (*options.get("exclude", ()), *_not_reached(pl_module))
         task = task_of(pl_module, trainer=trainer, is_prepared=True)
+        _require_read(pl_module, trainer, self._name, int((task.baseline or {})[BATCH_SIZE]))
         if options.get("eval"):
             task = replace(task, **_validated_on(_validation_loader(trainer, pl_module)))
         self.result = search(task, _FRAMEWORKS, options, self._listeners, device=_device(trainer))
@@ -275,11 +278,19 @@ def _validated_on(made: Any) -> dict[str, Any]:
     return {"eval_dataset": data_of(loader)["train_dataset"], "eval_collate_fn": loader.collate_fn}
 
 
-def _made_of(module: LightningModule, datamodule: LightningDataModule | None, hook: str, *, is_prepared: bool) -> Any:
+def _made_of(
+    module: LightningModule,
+    datamodule: LightningDataModule | None,
+    hook: str,
+    *,
+    is_prepared: bool,
+    is_set_up: bool = False,
+) -> Any:
     """What a hook returns of a copy of the datamodule, or else of the module, set up for `fit`; None where neither has it.
 
     Args:
         is_prepared: its `prepare_data()` was called already.
+        is_set_up: and so was its `setup()`.
     """
     owner: Any = module if datamodule is None else datamodule
     if not (overrides(type(owner), hook) or hook in vars(owner)):  # `from_datasets` sets it on the object
@@ -288,8 +299,43 @@ def _made_of(module: LightningModule, datamodule: LightningDataModule | None, ho
         maker = copy.deepcopy(_alone(owner))
         if not is_prepared:
             maker.prepare_data()
-        maker.setup("fit")
+        if not is_set_up:
+            maker.setup("fit")
         return getattr(maker, hook)()
+
+
+def _require_read(module: LightningModule, trainer: Trainer, name: str, size: int) -> None:
+    """Raise TaskError where the training loader that `fit` will ask for has another batch size than the attribute `name` says by then.
+
+    Args:
+        size: today's batch size of that loader. The attribute has another one for a moment.
+    """
+    data = trainer.datamodule  # set up by now, and the module is not
+    with _set_to(module, name, other := 2 * size):
+        made = _made_of(module, data, "train_dataloader", is_prepared=True, is_set_up=data is not None)
+    if made.batch_size != other:
+        raise TaskError(
+            f"where {name} is {other}, the training loader has batch_size={made.batch_size}: an optimizer step of "
+            f"the answer would take other samples. Make the loader from {name} in train_dataloader(), not in setup(), or name the attribute "
+            "that it is made from with AutotuneCallback(batch_arg_name=...)"
+        )
+
+
+@contextmanager
+def _set_to(module: LightningModule, name: str, value: Any) -> Iterator[None]:
+    """A context in which an attribute has another value in the module, its hparams and the datamodule, wherever it is."""
+    parsing = _part(module, "utilities.parsing")
+    holders = parsing._lightning_get_all_attr_holders(module, name)
+    before = [holder[name] if isinstance(holder, dict) else getattr(holder, name) for holder in holders]
+    try:
+        parsing.lightning_setattr(module, name, value)
+        yield
+    finally:
+        for holder, own in zip(holders, before, strict=True):
+            if isinstance(holder, dict):
+                holder[name] = own
+            else:
+                setattr(holder, name, own)
 
 
 def _stand_in(trainer: Trainer | None, loader: Any) -> TrainerStandIn:

@@ -245,6 +245,81 @@ def test_the_callback_sets_the_answer_before_fit(tmp_path: Path) -> None:
     assert trainer.precision == "bf16-mixed"
 
 
+class FromHparams(Data):
+    """Its training loader is made from `per_device`, which `setup` takes from its hyperparameters, as lightning-hydra-template does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.batch_size
+        self.save_hyperparameters({"batch_size": 4})
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.per_device = self.hparams.batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.samples, batch_size=self.per_device, shuffle=True)
+
+
+class MadeInSetup(Data):
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.loader = super().train_dataloader()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader
+
+
+class OfItsOwn(Data):
+    """Reads another attribute than the module's hyperparameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.samples, batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize("cls", [FromHparams, MadeInSetup, OfItsOwn])
+def test_a_batch_size_that_would_not_reach_the_training_loader_is_refused_before_the_search(
+    cls: type[Data], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched = Searched(monkeypatch)
+    module, data = Module(), cls()
+    module.save_hyperparameters({"batch_size": 2})
+    trainer = trainer_of(tmp_path, callbacks=[integration.AutotuneCallback(**known(tmp_path))])
+    with pytest.raises(TaskError, match=r"where batch_size is 8, the training loader has batch_size=4.*batch_arg_name"):
+        trainer.fit(module, datamodule=data)
+    assert not searched.tasks and trainer.accumulate_grad_batches == 24 and module.hparams["batch_size"] == 2
+    assert cls is not FromHparams or data.hparams["batch_size"] == 4, "it is as it was"
+
+
+def test_the_attribute_that_the_training_loader_is_made_from_can_be_named(tmp_path: Path) -> None:
+    module, data = Module(), FromHparams()
+    trainer = trainer_of(tmp_path, callbacks=[integration.AutotuneCallback("per_device", **known(tmp_path))])
+    trainer.fit(module, datamodule=data)
+    assert data.per_device * trainer.accumulate_grad_batches == 96 and trainer.global_step == 2
+    assert {size for size, _ in module.seen} == {data.per_device}
+
+
+class SetUpLate(Loading):
+    """A module, whose `setup` follows the callback's."""
+
+    def setup(self, stage: str) -> None:
+        self.size = self.batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(dataset(192), batch_size=self.size, shuffle=True)
+
+
+def test_a_module_may_read_the_batch_size_in_its_setup(tmp_path: Path) -> None:
+    module = SetUpLate()
+    trainer = trainer_of(tmp_path, callbacks=[integration.AutotuneCallback(**known(tmp_path))])
+    trainer.fit(module)
+    assert module.size != 4 and module.size * trainer.accumulate_grad_batches == 96 and trainer.global_step == 2
+
+
 class Prepared(Data):
     """Counts how often its data is prepared, in copies too."""
 
