@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.utils.data import DistributedSampler
 
 from autotune.devices import TYPES
 from autotune.errors import TaskError
@@ -35,13 +36,14 @@ from autotune.integrations.loops import baseline_of, data_of
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
+from autotune.report.live import listeners_of
 from autotune.task import Task
 from autotune.task.adapters import attach, is_lightning, overrides, sole_loader
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
 from autotune.task.usercode import describe
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import BATCH, DATALOADER, LIGHTNING
-from autotune.tuning.events import Listener
+from autotune.tuning.events import Listener, Listeners
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -65,6 +67,7 @@ _SEEN = (
     "log_every_n_steps", "check_val_every_n_epoch", "default_root_dir", "world_size", "num_devices",
 )  # fmt: skip
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_LIMIT, _OVERFIT, _INTERVAL = "limit_train_batches", "overfit_batches", "val_check_interval"
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Tuned:
     """The answer in Lightning's words.
 
     Attributes:
-        trainer: arguments of `lightning.Trainer`.
+        trainer: arguments of `lightning.Trainer`; `limit_train_batches`, `overfit_batches` and `val_check_interval` are among them where
+            the trainer that was given counts micro batches by them.
         dataloader: arguments of the training loader, `torch.utils.data.DataLoader`.
         result: the whole answer.
     """
@@ -91,7 +95,8 @@ def tune(
     listeners: Sequence[Listener] | None = None,
     **options: Any,
 ) -> Tuned:
-    """Find what trains `module` fastest on this machine. The samples per optimizer step are kept.
+    """Find what trains `module` fastest on this machine. The samples per optimizer step are kept, and those of an epoch and between
+    validations where the trainer limits them by a number of micro batches.
 
     Searched is what the arguments of `Trainer` and `DataLoader` can say. Probes run the module's own `training_step` and
     `configure_optimizers` on copies of it; manual optimization is one unit, in which no technique reaches. With `eval=True`,
@@ -109,16 +114,19 @@ def tune(
         TaskError: this cannot be tuned, with the reason.
         AutotuneError: as `autotune.search` does.
     """
-    task = task_of(module, datamodule, trainer, train_dataloaders)
+    loader = _loader_of(module, datamodule, trainer, train_dataloaders)
+    task = _task(module, trainer, loader)
+    watched_by = listeners_of([] if launched_world().rank else listeners)
     if options.get("eval"):
         owner = datamodule or getattr(trainer, "datamodule", None)
         made = _made_of(module, owner, "val_dataloader", is_prepared=False)
         task = replace(task, **_validated_on(made))
-    result = search(task, _FRAMEWORKS, options, listeners, device=_device(trainer))
+    result = search(task, _FRAMEWORKS, options, watched_by, device=_device(trainer))
     said, unsaid = arguments(result, {}, _FRAMEWORKS, "neither Trainer nor DataLoader has an argument for it")
     require_said(unsaid)
     said[DATALOADER].pop("shuffle", None)  # as it was; a stream has none
     said[LIGHTNING].pop("strategy", None)  # as it was, and as options of its class, which Trainer does not take
+    said[LIGHTNING] |= _counts(trainer, loader, result, watched_by)
     return Tuned(trainer=said[LIGHTNING], dataloader=said[DATALOADER], result=result)
 
 
@@ -127,22 +135,19 @@ def task_of(
     datamodule: LightningDataModule | None = None,
     trainer: Trainer | None = None,
     train_dataloaders: Any = None,
-    *,
-    is_prepared: bool = False,
 ) -> Task:
     """What Lightning would train, as a task.
 
     Args:
         module, datamodule, trainer, train_dataloaders: as in `tune`.
-        is_prepared: `fit` has begun, which has called `prepare_data()` already.
 
     Raises:
         TaskError: it cannot be tuned, with the reason and what to do.
     """
-    _refuse(module, datamodule, trainer)
-    loader = train_dataloaders
-    if loader is None:
-        loader = _loader_of(module, datamodule or getattr(trainer, "datamodule", None), is_prepared=is_prepared)
+    return _task(module, trainer, _loader_of(module, datamodule, trainer, train_dataloaders))
+
+
+def _task(module: LightningModule, trainer: Trainer | None, loader: Any) -> Task:
     given = {"precision": "32-true"} if trainer is None else _given(trainer)
     data = data_of(loader)
     baseline = {**read(LIGHTNING, given), **baseline_of(loader)}
@@ -180,8 +185,9 @@ class LiveModule(LiveModel):
 class AutotuneCallback:
     """Tunes what `fit` is about to train, where `BatchSizeFinder` finds a batch size: `Trainer(callbacks=[AutotuneCallback()])`.
 
-    It sets the trainer's accumulation and precision, and attributes of the module, its `hparams` or the datamodule: the batch
-    size, and each option of the loader that has an attribute of its name there. `train_dataloader()` has to read the batch size
+    It sets the trainer's accumulation and precision and its `limit_train_batches` and `val_check_interval` where these count micro
+    batches, and attributes of the module, its `hparams` or the datamodule: the batch size, and each option of the loader that has an
+    attribute of its name there. `train_dataloader()` has to read the batch size
     itself, since a datamodule's `setup()` has been called by then.
 
     Attributes:
@@ -226,12 +232,16 @@ class AutotuneCallback:
             )
         options = dict(self._options)
         options["exclude"] = (*options.get("exclude", ()), *_not_reached(pl_module))
-        task = task_of(pl_module, trainer=trainer, is_prepared=True)
-        _require_read(pl_module, trainer, self._name, int((task.baseline or {})[BATCH_SIZE]))
+        loader = _loader_of(pl_module, None, trainer, is_prepared=True)
+        task = _task(pl_module, trainer, loader)
+        _require_read(pl_module, trainer, self._name, loader.batch_size)
+        watched_by = listeners_of([] if launched_world().rank else self._listeners)
         if options.get("eval"):
             task = replace(task, **_validated_on(_validation_loader(trainer, pl_module)))
-        self.result = search(task, _FRAMEWORKS, options, self._listeners, device=_device(trainer))
+        self.result = search(task, _FRAMEWORKS, options, watched_by, device=_device(trainer))
         said = words_of_changes(task, self.result, _FRAMEWORKS)
+        for name, value in _counts(trainer, loader, self.result, watched_by).items():
+            setattr(trainer, _LIMIT if name == _OVERFIT else name, value)
         for name, value in said[DATALOADER].items():
             attribute = self._name if name == BATCH[BATCH_SIZE][DATALOADER].name else name
             if parsing.lightning_hasattr(pl_module, attribute):
@@ -253,13 +263,31 @@ def _given(trainer: Trainer) -> dict[str, Any]:
     return {**{name: getattr(trainer, name) for name in _READ}, **of_spread}
 
 
-def _loader_of(module: LightningModule, datamodule: LightningDataModule | None, *, is_prepared: bool) -> Any:
-    """The training loader, made by a copy of the datamodule or the module."""
-    if datamodule is None and not overrides(type(module), "train_dataloader"):
+def _loader_of(
+    module: LightningModule,
+    datamodule: LightningDataModule | None,
+    trainer: Trainer | None,
+    given: Any = None,
+    *,
+    is_prepared: bool = False,
+) -> Any:
+    """The training loader: the one that was given, or what a copy of the datamodule or the module makes.
+
+    Args:
+        is_prepared: `fit` has begun, which has called `prepare_data()` already.
+
+    Raises:
+        TaskError: these cannot be tuned, with the reason and what to do.
+    """
+    _refuse(module, datamodule, trainer)
+    if given is not None:
+        return given
+    owner = datamodule or getattr(trainer, "datamodule", None)
+    if owner is None and not overrides(type(module), "train_dataloader"):
         raise TaskError(
             f"{type(module).__name__} has no train_dataloader(); give tune() a datamodule, or a loader as train_dataloaders"
         )
-    return _made_of(module, datamodule, "train_dataloader", is_prepared=is_prepared)
+    return _made_of(module, owner, "train_dataloader", is_prepared=is_prepared)
 
 
 def _validation_loader(trainer: Trainer, module: LightningModule) -> Any:
@@ -315,9 +343,9 @@ def _require_read(module: LightningModule, trainer: Trainer, name: str, size: in
         made = _made_of(module, data, "train_dataloader", is_prepared=True, is_set_up=data is not None)
     if made.batch_size != other:
         raise TaskError(
-            f"where {name} is {other}, the training loader has batch_size={made.batch_size}: an optimizer step of "
-            f"the answer would take other samples. Make the loader from {name} in train_dataloader(), not in setup(), or name the attribute "
-            "that it is made from with AutotuneCallback(batch_arg_name=...)"
+            f"where {name} is {other}, the training loader has batch_size={made.batch_size}: an optimizer step "
+            f"of the answer would take other samples. Make the loader from {name} in train_dataloader(), not in setup(), or name the "
+            "attribute that it is made from with AutotuneCallback(batch_arg_name=...)"
         )
 
 
@@ -342,21 +370,57 @@ def _stand_in(trainer: Trainer | None, loader: Any) -> TrainerStandIn:
     """What the module is to find in place of `trainer` when it trains on the batches of `loader`."""
     if trainer is None:
         return TrainerStandIn()
-    length = _part(trainer, "utilities.data", built_on=True).sized_len(loader)
-    if length is not None:  # each process will have its share
-        length = -(-length // trainer.world_size)
-    limit = trainer.limit_train_batches
-    if isinstance(limit, int):
-        length = limit if length is None else min(length, limit)
-    elif length is not None:
-        length = int(length * limit)
     seen = {name: getattr(trainer, name) for name in _SEEN}
     if trainer.max_epochs is None:  # as `fit` takes it
         seen["max_epochs"] = -1 if trainer.max_steps != -1 else TrainerStandIn.max_epochs
-    seen["num_training_batches"] = math.inf if length is None else length
+    seen["num_training_batches"] = _num_batches(trainer, loader)
     its = _part(trainer).Trainer
     steps = its.estimated_stepping_batches.fget(SimpleNamespace(**seen, train_dataloader=loader))
     return TrainerStandIn(**seen, estimated_stepping_batches=steps, loggers=[SilentLogger() for _ in trainer.loggers])
+
+
+def _num_batches(trainer: Trainer, loader: Any) -> float:
+    """Micro batches of an epoch of one process; infinite where that is not known."""
+    length = _part(trainer, "utilities.data", built_on=True).sized_len(loader)
+    if length is not None and not isinstance(loader.sampler, DistributedSampler):  # each process will have its share
+        length = -(-length // trainer.world_size)
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    return math.inf if length is None else int(length * limit)
+
+
+def _counts(trainer: Trainer | None, loader: Any, result: Result, listeners: Sequence[Listener]) -> dict[str, float]:
+    """The trainer's arguments that are numbers of micro batches, for those of the answer. What rounding changes is warned of.
+
+    The limit of an epoch is rounded up: an epoch then takes as many optimizer steps as before, for which a learning-rate schedule may have
+    been made. The interval between validations is rounded down, since Lightning refuses one that is longer than an epoch. Shares of
+    an epoch stay as they are.
+    """
+    if trainer is None:
+        return {}
+    today, size = int(loader.batch_size), int(result.config[BATCH_SIZE])
+    found, told = dict[str, float](), list[str]()
+    limit, interval = trainer.limit_train_batches, getattr(trainer, _INTERVAL, None)  # none where it is a time
+    if isinstance(limit, int):
+        name = _OVERFIT if trainer.overfit_batches else _LIMIT
+        found[name] = -(-limit * today // size)
+        if found[name] * size != limit * today:
+            told.append(
+                f"{name}={limit} micro batches of {today} samples become {found[name]} of {size}: an epoch has as many optimizer steps as "
+                "before, and the last of them more samples"
+            )
+    if isinstance(interval, int):
+        at_the_end = trainer.check_val_every_n_epoch is not None and interval == _num_batches(trainer, loader)
+        found[_INTERVAL] = 1.0 if at_the_end else max(1, interval * today // size)
+        if not at_the_end and found[_INTERVAL] * size != interval * today:
+            told.append(
+                f"{_INTERVAL}={interval} micro batches of {today} samples becomes {found[_INTERVAL]} of {size}: the trainer validates "
+                f"after every {found[_INTERVAL] * size} samples instead of {interval * today}"
+            )
+    for text in told:
+        Listeners(listeners).warn(text)
+    return found
 
 
 def _alone(owner: Any) -> Any:

@@ -19,6 +19,7 @@ from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 from tests.integrations.answers import FACTS, LAUNCHED, known
 from tests.integrations.test_base import CLASSES, FEATURES, dataset, net
+from tests.notes import Notes
 
 lightning = pytest.importorskip("lightning")
 from autotune.integrations import lightning as integration  # noqa: E402
@@ -318,6 +319,68 @@ def test_a_module_may_read_the_batch_size_in_its_setup(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, callbacks=[integration.AutotuneCallback(**known(tmp_path))])
     trainer.fit(module)
     assert module.size != 4 and module.size * trainer.accumulate_grad_batches == 96 and trainer.global_step == 2
+
+
+class Validating(Module):
+    """Notes after how many optimizer steps it is validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        if index == 0:
+            self.validated.append(self.trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    ("number", "counted", "num_steps", "validated"),
+    [
+        (192, {"limit_train_batches": 24}, 1, [1]),
+        (192, {"overfit_batches": 24}, 1, [1]),
+        (192, {"limit_train_batches": 0.5}, 1, [1]),
+        (192, {"val_check_interval": 24}, 2, [1, 2]),
+        (192, {"val_check_interval": 24, "check_val_every_n_epoch": None}, 2, [1, 2]),
+        (100, {"val_check_interval": 25}, 2, [2]),  # the end of the epoch, wherever that is
+        (100, {"val_check_interval": 15, "limit_train_batches": 15}, 1, [1]),
+    ],
+)
+def test_an_epoch_and_the_places_of_validation_are_as_long_as_the_trainer_says_whatever_the_micro_batch(
+    number: int, counted: dict[str, Any], num_steps: int, validated: list[int], tmp_path: Path
+) -> None:
+    """Today 24 micro batches of 4 are a step."""
+    module, data = Validating(), Validated(number=number)
+    callback = integration.AutotuneCallback(**known(tmp_path))
+    trainer = trainer_of(tmp_path, callbacks=[callback], num_sanity_val_steps=0, **counted)
+    trainer.fit(module, datamodule=data)
+    assert data.batch_size > 4 and trainer.global_step == num_steps and module.validated == validated
+
+
+def test_tune_says_what_the_trainer_counts_in_micro_batches_of_the_answer(tmp_path: Path) -> None:
+    counted = {"limit_train_batches": 48, "val_check_interval": 24}
+    found = integration.tune(Module(), Data(number=960), trainer_of(tmp_path, **counted), **known(tmp_path))
+    said, size = found.trainer, found.dataloader["batch_size"]
+    assert size != 4 and (said["limit_train_batches"], said["val_check_interval"]) == (192 // size, 96 // size)
+    found = integration.tune(Module(), Data(), trainer_of(tmp_path, overfit_batches=24), **known(tmp_path))
+    assert found.trainer["overfit_batches"] == 96 // size and "limit_train_batches" not in found.trainer
+    shares = {"limit_train_batches": 0.5, "val_check_interval": 0.25}
+    found = integration.tune(Module(), Data(), trainer_of(tmp_path, **shares), **known(tmp_path))
+    assert found.trainer.keys().isdisjoint(shares)
+
+
+def test_a_count_that_is_no_whole_number_of_the_answers_micro_batches_keeps_the_steps_of_an_epoch_and_is_told(
+    tmp_path: Path,
+) -> None:
+    notes, data = Notes(), Data(number=960)
+    callback = integration.AutotuneCallback(**{**known(tmp_path), "listeners": [notes]})
+    trainer = trainer_of(tmp_path, callbacks=[callback], limit_train_batches=49, val_check_interval=25)
+    trainer.fit(Module(), datamodule=data)
+    size = data.batch_size
+    assert trainer.global_step == 3, "two of 96 samples, and a smaller one"
+    assert (trainer.limit_train_batches, trainer.val_check_interval) == (-(-196 // size), 100 // size)
+    limit, interval = (text for text in notes.warnings if " micro batches of 4 samples become" in text)
+    assert limit.startswith("limit_train_batches=49") and "as many optimizer steps as before" in limit
+    assert f"validates after every {100 // size * size} samples instead of 100" in interval
 
 
 class Prepared(Data):
