@@ -187,8 +187,8 @@ class AutotuneCallback:
 
     It sets the trainer's accumulation and precision and its `limit_train_batches` and `val_check_interval` where these count micro
     batches, and attributes of the module, its `hparams` or the datamodule: the batch size, and each option of the loader that has an
-    attribute of its name there. `train_dataloader()` has to read the batch size
-    itself, since a datamodule's `setup()` has been called by then.
+    attribute of its name there. `train_dataloader()` has to read the batch size itself, since a datamodule's `setup()` has been called
+    by then.
 
     Attributes:
         result: the whole answer, once `fit` has begun; None before. With `eval=True`, `result.evaluation` has the batch size
