@@ -69,6 +69,7 @@ def tune(
     loss: Callable[..., torch.Tensor] | None,
     optimizer: torch.optim.Optimizer,
     *,
+    training_step: Callable[[torch.nn.Module, Any], torch.Tensor] | None = None,
     baseline: Mapping[str, Choice] | None = None,
     listeners: Sequence[Listener] | None = None,
     **options: Any,
@@ -87,6 +88,7 @@ def tune(
         loader: of the training set, with the batch size of this process.
         loss: of the model's output and the last element of a batch; None for the model's own, or the default losses.
         optimizer: of the model's parameters.
+        training_step: the loss of a model on a batch, in place of `loss`, for batches of another form; it calls the model as the loop does.
         baseline: what else the loop itself does, such as `{"accumulation_steps": 4, "amp": "bf16"}`; it goes on doing so.
             An `Accelerator` that exists already is asked for its device, precision, compilation, sharding, options of DDP,
             accumulation and `split_batches`, and `accelerate launch` for what it says of these where there is none yet. Without
@@ -105,7 +107,8 @@ def tune(
         )
     settings, told = choices_of_loop(getattr(loader, "batch_size", None) or 1)
     today = {**choices_of_launcher(), **choices_of_accelerator(), **settings, **(baseline or {})}
-    task = task_of(model, loader, loss, optimizer, baseline=today)
+    own_step: dict[str, Any] = {} if training_step is None else {"training_step": training_step}
+    task = task_of(model, loader, None if own_step else loss, optimizer, baseline=today, **own_step)
     # the loop keeps its loader, so what a session's does not have is no matter
     task = replace(task, fixed_accumulation=_STAYS, warnings=(*data_of(loader)["warnings"], *told))
     if optimizer is None:

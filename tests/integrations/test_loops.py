@@ -104,6 +104,24 @@ def test_a_model_in_the_middle_of_training_keeps_its_state_and_can_be_copied(tmp
         assert not average(batch[0]).any() and model(batch[0]).any()
 
 
+def test_batches_of_another_form_are_tuned_by_a_training_step_as_the_message_says(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows: Any = [{"image": image, "label": label} for image, label in dataset()]
+    given = {"loader": DataLoader(rows, batch_size=16), "fix": {"channels_last": True}}
+    with pytest.raises(TaskError, match=r"training_step=lambda model, batch: \.\.\. in place of loss"):
+        tuned(tmp_path, model, optimizer, **given)
+
+    def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+
+    found = tuned(tmp_path, model, optimizer, training_step=training_step, **given)
+    assert found.result.config["channels_last"]
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[index]
+    training_step(model, next(iter(given["loader"]))).backward()
+    optimizer.step()
+
+
 def test_the_loader_changes_in_what_the_answer_says_and_in_nothing_else(tmp_path: Path) -> None:
     model = net()
     sampler = torch.utils.data.SubsetRandomSampler(range(32))
