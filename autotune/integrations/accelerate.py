@@ -28,6 +28,8 @@ from autotune.integrations.accelerator import (
     PRECISION,
     choices_of_accelerator,
     choices_of_launcher,
+    device_of_launcher,
+    device_of_this_process,
     fsdp_plugin,
     settings_of,
     watch_accelerators,
@@ -84,9 +86,10 @@ def find_executable_config(
     normalisation), unless `accumulation_steps` is included.
 
     The baseline's precision, compilation and sharding are those of `accelerate launch`, where that started the script. What an
-    `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.
+    `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept,
+    and the search takes place on its device. Without one it does so on the CPU where the launcher says so.
     What the function gives its own `Accelerator` cannot be known when the search begins: state options of DDP (`kwargs_handlers`) as
-    the task's `baseline`, `{"bucket_mb": 100}` say. When the `Accelerator` is made, others are warned of, and what would train other
+    the task's `baseline`, `{"bucket_mb": 100}` say, and `cpu=True` as `device="cpu"` here. When the `Accelerator` is made, others are warned of, and what would train other
     batches than the config says (`split_batches`, a `gradient_accumulation_plugin`) is refused.
 
     Args:
@@ -105,7 +108,8 @@ def find_executable_config(
             if not found:
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
                 given, asked = _as_today(given, options, watched_by)
-                result = search(given, (ACCELERATE, DATALOADER), asked, watched_by)
+                device = device_of_this_process() or device_of_launcher() or "auto"
+                result = search(given, (ACCELERATE, DATALOADER), asked, watched_by, device=device)
                 found.append(Executable(result.config))
                 never.append(_why_whole(asked, result))
                 if counts_terms(result):

@@ -174,6 +174,13 @@ def device_of_this_process() -> str | None:
     return None if state is None else name_of(state.device)
 
 
+def device_of_launcher() -> str | None:
+    """Where `accelerate launch` has an `Accelerator` put models: the CPU, or None where it says nothing."""
+    from accelerate.utils import parse_flag_from_env
+
+    return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else None
+
+
 def _state() -> Any:
     """What every `Accelerator` of this process shares, once there is one; else None."""
     if "accelerate" not in sys.modules:

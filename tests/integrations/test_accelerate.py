@@ -172,16 +172,32 @@ def test_what_accelerate_launch_hands_over_is_the_baseline(tmp_path: Path, monke
     baselines = []
     found = but(answer(""), config={"batch_size": 4})
     monkeypatch.setattr(
-        "autotune.integrations.accelerate.search", lambda task, *_: baselines.append(task.baseline) or found
+        "autotune.integrations.accelerate.search", lambda task, *_, **__: baselines.append(task.baseline) or found
     )
     find_executable_config(task)(lambda config: None)()
     assert baselines == [{"amp": "bf16", "compile": "off", **(task().baseline or {})}]
 
 
+@pytest.mark.parametrize(("by", "device"), [("the launcher", "cpu"), ("an Accelerator", "cpu"), ("nobody", "auto")])
+def test_the_search_takes_place_where_accelerate_will_train(
+    by: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by == "the launcher":
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    elif by == "an Accelerator":
+        accelerate.Accelerator(cpu=True)
+    given, found = [], but(answer(""), config={"batch_size": 4})
+    monkeypatch.setattr(
+        "autotune.integrations.accelerate.search", lambda *_, **options: given.append(options) or found
+    )
+    find_executable_config(task, listeners=())(lambda config: None)()
+    assert given == [{"device": device}]
+
+
 def answered(monkeypatch: pytest.MonkeyPatch, subject: dict[str, Any] | None = None, **config: Any) -> None:
     """A search finds this config, of what `subject` says."""
     found = but(answer(""), config=config, **(subject or {}))
-    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda *_: found)
+    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda *_, **__: found)
 
 
 def test_an_accelerator_that_trains_other_batches_than_the_config_is_refused_when_it_is_made(
@@ -229,7 +245,7 @@ def test_what_accelerate_launch_hands_over_says_nothing_of_the_batch(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     searched = []
     found = but(answer(""), config={"batch_size": 4})
-    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda task, *_: searched.append(task) or found)
+    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda task, *_, **__: searched.append(task) or found)
     plain = Task(build_model=net, train_dataset=dataset, baseline=stated)
     find_executable_config(plain)(lambda config: None)()
     inspected = inspect_task(searched[0], device="cpu", memory_limit_bytes=None)
