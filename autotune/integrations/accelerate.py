@@ -87,10 +87,11 @@ def find_executable_config(
 
     The baseline's precision, compilation and sharding are those of `accelerate launch`, where that started the script. What an
     `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept,
-    and the search takes place on its device. Without one it does so on the CPU where the launcher says so.
-    What the function gives its own `Accelerator` cannot be known when the search begins: state options of DDP (`kwargs_handlers`) as
-    the task's `baseline`, `{"bucket_mb": 100}` say, and `cpu=True` as `device="cpu"` here. When the `Accelerator` is made, others are warned of, and what would train other
-    batches than the config says (`split_batches`, a `gradient_accumulation_plugin`) is refused.
+    and the search takes place on its device; without one on the CPU, where the launcher says so.
+    What the function gives its own `Accelerator` cannot be known when the search begins: give `device="cpu"` for its `cpu=True`, and
+    state options of DDP (`kwargs_handlers`) as the task's `baseline`, `{"bucket_mb": 100}` say. When the `Accelerator` is made, other
+    options of DDP are warned of, and what would train other batches than the config says (`split_batches`, a
+    `gradient_accumulation_plugin`) is refused.
 
     Args:
         task: what the function trains, or a function that makes it, or a model file.
