@@ -186,6 +186,10 @@ def search_command(
     limit is each one's own. On a CPU a failed allocation that the script catches and does not print is not seen: if the script
     then halves its batch, the speed is overstated.
 
+    A study is continued while the command, the files that it names and the user's modules that the script has imported by its first
+    optimizer step are as they were. Data, and configs that the script finds by itself, as Hydra does, are not looked at: after an edit
+    of these, name another `study`.
+
     Args:
         command: a command line for a shell, with `{batch_size}`, `{accumulation_steps}`, `{devices}` for the number of
             `devices`, one `{NAME}` for each of `choices`, and `{output_dir}` for a folder to write to.

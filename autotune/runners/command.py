@@ -156,8 +156,13 @@ class Command:
 
 
 def files_of(template: str) -> list[Path]:
-    """The files that a command line with placeholders names. Raises ConfigError where it is none for a shell."""
-    return [file for file in map(Path, dict.fromkeys(_words(template))) if file.is_file()]
+    """The files that the words of a command line with placeholders name, or what is behind their `=`.
+
+    Raises:
+        ConfigError: it is no command line for a shell.
+    """
+    named = (part for word in _words(template) for part in (word, word.partition("=")[2]))
+    return [file for file in map(Path, dict.fromkeys(named)) if file.is_file()]
 
 
 def _words(template: str) -> list[str]:

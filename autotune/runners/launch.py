@@ -7,6 +7,7 @@ with commas between), `world` (None while it is unknown), `scratch` (a folder fo
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -90,11 +91,13 @@ def inspect(arguments: dict[str, Any], report: Report) -> dict[str, Any]:
     first = ran.leader or next(iter(ran.reports), RankReport(began_s=0.0))
     drafted = Inspection.from_dict(arguments["inspection"])
     written = sorted(set(os.listdir()) - before - {"__pycache__"})
+    code = f"{drafted.facts.source_hash}\0{first.code}"
     warning = f"the command wrote {', '.join(written)} into {os.getcwd()}; let it write to {{output_dir}}"
     learned = replace(
         drafted,
         facts=replace(
             drafted.facts,
+            source_hash=hashlib.sha256(code.encode()).hexdigest(),
             optimizer=first.optimizer,
             has_batchnorm=first.has_batchnorm,
             warnings=(warning,) if written else (),

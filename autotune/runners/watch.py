@@ -30,6 +30,7 @@ from autotune.records.formats import Record
 from autotune.records.inspection import optimizer_name
 from autotune.records.outcome import Kind, Measurement, Outcome, Progress
 from autotune.runners.failure import outcome_of_failure
+from autotune.task.source import imported_hash
 
 FEWEST_BLOCKS = 3  # of a run that ended by itself
 LOOK_EVERY_S = 10.0  # whether the process that started the command is still there
@@ -44,6 +45,7 @@ class RankReport(Record):
         outside_bytes: what it held before it built a model.
         optimizer: class of the optimizer whose steps count, as `TaskFacts.optimizer`; empty before its first step.
         has_batchnorm: as `TaskFacts.has_batchnorm`, from its first step on.
+        code: `imported_hash` at its first step, or where it failed before; empty until then.
         times: of steps of a rank that holds a copy of the model.
         outcome: how it failed; None where it did not.
         is_done: it knows enough, and waits to be ended.
@@ -54,6 +56,7 @@ class RankReport(Record):
     outside_bytes: int = 0
     optimizer: str = ""
     has_batchnorm: bool = False
+    code: str = ""
     progress: Progress = field(default_factory=Progress)
     num_steps: int = 0
     times: tuple[RankTimes, ...] = ()
@@ -136,7 +139,8 @@ class Watch:
             with contextlib.suppress(RuntimeError, DeviceError):
                 self._enter(f"{self._kind}:{gpus.current_device()}")
         outcome = outcome_of_failure(error, self._device, self._reporter.stage, self._reporter.train_s)
-        self._report = replace(self._report, outcome=outcome, measurement=None)
+        code = self._report.code or imported_hash()
+        self._report = replace(self._report, outcome=outcome, measurement=None, code=code)
         self._send(self._reporter.progress)
 
     def _begin(self, optimizer: Any) -> None:
@@ -151,7 +155,9 @@ class Watch:
             self._end(outcome=Outcome(kind=Kind.ERROR, cause=cause))
         has_number = capabilities_of(found.type).own_processors
         self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
-        self._report = replace(self._report, optimizer=optimizer_name(type(optimizer)), has_batchnorm=_has_batchnorm())
+        self._report = replace(
+            self._report, optimizer=optimizer_name(type(optimizer)), has_batchnorm=_has_batchnorm(), code=imported_hash()
+        )
         assert self._device is not None
         self._observers = Observers(self._device, self._world)
         self._copies = find_copies() if self._world.size > 1 else None

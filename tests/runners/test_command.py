@@ -226,6 +226,35 @@ def test_a_baseline_that_does_not_fit_is_a_shortage_and_a_command_without_accumu
     assert "allocation" in found.shortage and found.batch.sizes == (10**6,)
 
 
+def test_an_edited_module_that_the_command_imports_makes_another_task(tmp_path):
+    package = tmp_path / "pkg"
+    package.mkdir()
+    for name, text in {"__init__": "", "net": "width = 16", "train": LOOP + "from pkg import net\ntrain(batch)"}.items():
+        (package / f"{name}.py").write_text(text)
+
+    def searched() -> str:
+        with commanded(tmp_path, f"cd {tmp_path} && {sys.executable} -m pkg.train {{batch_size}}") as runner:
+            return runner.run(InspectJob(memory_limit_bytes=None, timeout_s=90)).facts.source_hash
+
+    first = searched()
+    assert searched() == first
+    (package / "net.py").write_text("width = 32")
+    edited = searched()
+    (package / "train.py").write_text(LOOP + "from pkg import net\ntrain(batch, width=net.width)")
+    assert first != edited != searched() != first
+
+
+@pytest.mark.parametrize("word", ["--config {}", "--config={}", "config={}"])
+def test_an_edited_file_that_the_command_names_makes_another_task(tmp_path, word):
+    config = tmp_path / "config.yaml"
+    config.write_text("layers: 2")
+    command = Command(f"python train.py {word.format(config)} {{batch_size}}", {})
+    before = command.source_hash
+    assert command.source_hash == before
+    config.write_text("layers: 4")
+    assert command.source_hash != before
+
+
 TRAINER = """
 import sys
 import torch
