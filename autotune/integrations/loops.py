@@ -340,19 +340,14 @@ class Criterion:
 
     def training_step(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """The loss of a batch."""
-        if not isinstance(batch, list | tuple) or len(batch) < 2:
-            raise TaskError(
-                f"a batch of the loader is {describe(batch)}, and it is not clear which part of it is the target of `loss`; "
-                "expected inputs and a target; else give training_step=lambda model, batch: ... in place of loss"
-            )
-        *inputs, target = batch
+        *inputs, target = _inputs_and_target(batch)
         if isinstance(self._loss, torch.nn.Module):
             self._loss.to(target.device)  # with the weights of classes, say
         return self._loss(model(*inputs), target)
 
     def weight(self, batch: Any) -> float:
         """How many targets the mean is over; where classes have weights, the sum of the targets' weights."""
-        target = batch[-1]
+        target = _inputs_and_target(batch)[-1]
         counts = target.ne(self.ignored)
         weights = getattr(self._loss, "weight", None)
         if isinstance(weights, torch.Tensor) and weights.dim() == 1 and not target.is_floating_point():
@@ -362,6 +357,15 @@ class Criterion:
     def task_identity(self) -> str:
         """What distinguishes this loss from others in the same script."""
         return repr(self._loss)
+
+
+def _inputs_and_target(batch: Any) -> Sequence[Any]:
+    if not isinstance(batch, list | tuple) or len(batch) < 2:
+        raise TaskError(
+            f"a batch of the loader is {describe(batch)}, and it is not clear which part of it is the target of `loss`; "
+            "expected inputs and a target; else give training_step=lambda model, batch: ... in place of loss"
+        )
+    return batch
 
 
 def _same(dataset: Any) -> Any:
