@@ -156,7 +156,10 @@ class Watch:
         has_number = capabilities_of(found.type).own_processors
         self._enter(f"{found.type}:{found.index or 0}" if has_number else found.type)
         self._report = replace(
-            self._report, optimizer=optimizer_name(type(optimizer)), has_batchnorm=_has_batchnorm(), code=imported_hash()
+            self._report,
+            optimizer=optimizer_name(type(optimizer)),
+            has_batchnorm=_has_batchnorm(),
+            code=imported_hash(),
         )
         assert self._device is not None
         self._observers = Observers(self._device, self._world)

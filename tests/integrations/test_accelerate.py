@@ -187,9 +187,7 @@ def test_the_search_takes_place_where_accelerate_will_train(
     elif by == "an Accelerator":
         accelerate.Accelerator(cpu=True)
     given, found = [], but(answer(""), config={"batch_size": 4})
-    monkeypatch.setattr(
-        "autotune.integrations.accelerate.search", lambda *_, **options: given.append(options) or found
-    )
+    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda *_, **options: given.append(options) or found)
     find_executable_config(task, listeners=())(lambda config: None)()
     assert given == [{"device": device}]
 
@@ -245,7 +243,9 @@ def test_what_accelerate_launch_hands_over_says_nothing_of_the_batch(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     searched = []
     found = but(answer(""), config={"batch_size": 4})
-    monkeypatch.setattr("autotune.integrations.accelerate.search", lambda task, *_, **__: searched.append(task) or found)
+    monkeypatch.setattr(
+        "autotune.integrations.accelerate.search", lambda task, *_, **__: searched.append(task) or found
+    )
     plain = Task(build_model=net, train_dataset=dataset, baseline=stated)
     find_executable_config(plain)(lambda config: None)()
     inspected = inspect_task(searched[0], device="cpu", memory_limit_bytes=None)

@@ -229,7 +229,11 @@ def test_a_baseline_that_does_not_fit_is_a_shortage_and_a_command_without_accumu
 def test_an_edited_module_that_the_command_imports_makes_another_task(tmp_path):
     package = tmp_path / "pkg"
     package.mkdir()
-    for name, text in {"__init__": "", "net": "width = 16", "train": LOOP + "from pkg import net\ntrain(batch)"}.items():
+    for name, text in {
+        "__init__": "",
+        "net": "width = 16",
+        "train": LOOP + "from pkg import net\ntrain(batch)",
+    }.items():
         (package / f"{name}.py").write_text(text)
 
     def searched() -> str:
