@@ -42,7 +42,7 @@ class RankReport(Record):
 
     Attributes:
         began_s: when it began to be watched, on the monotonic clock.
-        outside_bytes: what it held before it built a model.
+        outside_bytes: what it held of the device's memory that is not the model's, as `Inspection.outside_bytes`.
         optimizer: class of the optimizer whose steps count, as `TaskFacts.optimizer`; empty before its first step.
         has_batchnorm: as `TaskFacts.has_batchnorm`, from its first step on.
         code: `imported_hash` at its first step, or where it failed before; empty until then.
@@ -75,7 +75,7 @@ class Watch:
 
     Args:
         probe: `config`, `settings`, `device`, `reports` (folder), `started_s` (monotonic, of the command), and
-            `outside_bytes`, what the process held before it built a model.
+            `outside_bytes`, what the process held of the host's memory before it built a model.
     """
 
     def __init__(self, probe: dict[str, Any]) -> None:
@@ -90,9 +90,8 @@ class Watch:
         self._world = _place()
         self._samples = self._config.plan_in(self._world).samples_per_step
         self._reporter = Reporter(self._send, self._peak_bytes, self._config.batch_size * self._world.data_parallel)
-        self._report = RankReport(
-            world=self._world, began_s=time.monotonic(), outside_bytes=probe.get("outside_bytes", 0)
-        )
+        on_host_bytes = 0 if capabilities_of(self._kind).own_memory else probe.get("outside_bytes", 0)
+        self._report = RankReport(world=self._world, began_s=time.monotonic(), outside_bytes=on_host_bytes)
         self._optimizer: Any = None  # whose steps count: the first that steps
         self._first_s = self._last_s = 0.0
         self._steps_s: list[float] = []  # of the warm-up, without the first, whose beginning was not seen
@@ -187,6 +186,8 @@ class Watch:
     def _enter(self, name: str) -> None:
         self._device = device_named(name)
         self._device.adopt()
+        if self._device.capabilities.own_memory:
+            self._report = replace(self._report, outside_bytes=self._device.outside_bytes())
         if self._settings.memory_limit_bytes is not None:
             self._device.limit_memory(self._settings.memory_limit_bytes)
 

@@ -19,10 +19,19 @@ from autotune.probe import waiting
 from autotune.probe.waiting import RankTimes
 from autotune.records.config import ProbeSettings, World
 from autotune.runners import hook, launch, watch
+from autotune.units import GIB
+from tests.devices.fake_card import CONTEXT_BYTES, Card, Machine
 from tests.worlds import Ranks
 
 
-def watched(tmp_path: Path, accumulation_steps: int = 1, **changes: Any) -> watch.Watch:
+def watched(
+    tmp_path: Path, accumulation_steps: int = 1, *, told: dict[str, Any] | None = None, **changes: Any
+) -> watch.Watch:
+    """The watch of a process of a command.
+
+    Args:
+        told: to it, in place of or beside what is usual.
+    """
     reports = tmp_path / "reports"
     reports.mkdir(exist_ok=True)
     settings = ProbeSettings(memory_limit_bytes=None, max_warmup_s=0.0, **changes)
@@ -34,8 +43,22 @@ def watched(tmp_path: Path, accumulation_steps: int = 1, **changes: Any) -> watc
             "device": "cpu",
             "reports": str(reports),
             "started_s": 0.0,
+            **(told or {}),
         }
     )
+
+
+def test_what_a_process_on_a_gpu_holds_beside_its_model_is_memory_of_the_card_and_not_of_the_host(
+    tmp_path, monkeypatch
+):
+    process = Machine(monkeypatch, Card()).process_of(0)
+    process.create_context()
+    process.allocate(2 * GIB)  # the model
+    one = watched(tmp_path, told={"device": "cuda:0", "outside_bytes": 6 * GIB})
+    assert one._report.outside_bytes == 0  # nothing is known of the card yet
+    weight = SimpleNamespace(device=torch.device("cuda:0"))
+    one._begin(SimpleNamespace(param_groups=[{"params": [weight]}]))
+    assert one._report.outside_bytes == CONTEXT_BYTES
 
 
 def test_ranks_that_only_the_environment_names_are_not_believed(monkeypatch):
