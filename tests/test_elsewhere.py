@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from autotune.records.outcome import Kind
+from autotune.runners.jobs import InspectJob, JobFailed
+from autotune.runners.portable import PortableRunner
+from autotune.task.source import TaskSource
 from tests.report.sample_study import write_study
 
 HERE = Path(__file__).parent
@@ -82,6 +86,13 @@ def test_a_study_is_shown_reported_compared_and_exported(tmp_path: Path, elsewhe
 def test_what_fits_is_predicted(tmp_path: Path, elsewhere: dict[str, str]) -> None:
     [(code, predicted, error)] = run_all([["predict", str(TINY), "--config", "{}", "--json"]], tmp_path, elsewhere)
     assert code == 0 and json.loads(predicted)["config"], error
+
+
+def test_an_inspection_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
+    with PortableRunner(TaskSource.of(TINY), device="cpu", logs=tmp_path / "logs") as runner:
+        with pytest.raises(JobFailed, match="killed after 100 ms, during setup") as failed:
+            runner.run(InspectJob(memory_limit_bytes=None, timeout_s=0.1))
+    assert failed.value.outcome.kind is Kind.TIMEOUT
 
 
 @pytest.mark.slow

@@ -91,10 +91,12 @@ class PortableRunner(OneSlotRunner):
             timed_out = True
         self._kill()
         running.read()
-        ended = {
+        ended: dict[str, Any] = {
             "exit_code": process.returncode,
             "timed_out": timed_out,
             **dict.fromkeys(("stuck", "cancelled", "oom_killed"), False),
+            "killed": [0] if timed_out else [],
+            "answers": {},  # nobody asks where it is
         }
         result = running.result(ended)
         self._end()
