@@ -13,7 +13,7 @@ from autotune.errors import tells_of_lost_peer
 from autotune.records.config import World
 from autotune.records.device import Slot
 from autotune.records.inspection import Inspection
-from autotune.records.outcome import Kind, Outcome, Progress
+from autotune.records.outcome import Kind, Measurement, Outcome, Progress
 from autotune.runners.in_flight import Host, Stay
 from autotune.runners.jobs import Job
 from autotune.runners.local import runs_together
@@ -160,8 +160,15 @@ def put_together(results: Mapping[int, Any]) -> Any:
     first = results[0]
     if not isinstance(first, Outcome):
         return first
-    measured = [results[number].measurement for number in sorted(results)]
-    return replace(first, measurement=measured_together([one for one in measured if one is not None]))
+    measured = [(number, results[number].measurement) for number in sorted(results)]
+    own = [_with_own_counters(one, number) for number, one in measured if one is not None]
+    return replace(first, measurement=measured_together(own))
+
+
+def _with_own_counters(measured: Measurement, number: int) -> Measurement:
+    """What a part measured, its counters named apart from those of other machines, which may have the same names."""
+    named = (replace(one, counter=f"machine {number}: {one.counter}") for one in measured.counted)
+    return replace(measured, counted=tuple(named))
 
 
 def _lost_peer(outcome: Outcome) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from autotune.records.config import Config
+from autotune.records.energy import Counted
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import NotCompared
 from autotune.runners.spread import put_together
@@ -22,6 +25,15 @@ LOST = Outcome(kind=Kind.ERROR, cause="rank 0: RuntimeError: Connection closed b
 
 def test_what_all_measured_has_the_highest_peak_whoever_ended_first() -> None:
     assert put_together({1: LARGE, 0: SMALL}) == replace(SMALL, measurement=LARGE.measurement)
+
+
+def test_the_energy_of_all_machines_adds_up_although_their_counters_have_the_same_names() -> None:
+    """Two processes share the counter on each machine."""
+    assert SMALL.measurement is not None
+    on_each = [Counted(counter="intel-rapl:0", power_w=90.0, own_work=0.5)] * 2
+    part = replace(SMALL, measurement=SMALL.measurement.with_energy(on_each))
+    together = put_together({0: part, 1: part}).measurement
+    assert together.joules_per_sample == pytest.approx(2 * 90.0 / 100.0)
 
 
 def test_a_failure_counts_before_those_that_lost_a_peer_by_it() -> None:
