@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -34,7 +34,7 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 _LAST_WORDS_S = 0.5  # of the other ranks, once one has failed
 _ANSWER_S = 2.0  # for all ranks to tell where they are; one that hangs may give no answer
 _DEATH_S = 0.5  # of the search, until it is seen by who outlives it
-_GIVE_UP_S = 5.0  # a killed process that has not ended by then is stuck in a driver
+_GIVE_UP_S = 5.0  # killed processes that have not ended by then are stuck in a driver
 
 
 def main() -> None:
@@ -275,14 +275,11 @@ def _run(request: dict[str, Any], task: Any, inbox: Inbox, deadline: float) -> d
             break
         for rank, pid in [*running.items()]:
             if pid in ready:
-                statuses[rank] = _end(running.pop(rank))
+                [statuses[rank]] = _end([running.pop(rank)])
     may_hang = len(pids) > 1 and ended_by in ("timeout", "cancel")
     answers = _ask(request["channel"], running, inbox) if may_hang else {}
     killed = [*running]
-    for pid in running.values():
-        _kill(pid)
-    for rank, pid in running.items():
-        statuses[rank] = _end(pid)
+    statuses |= zip(killed, _end(running.values()), strict=True)
     _reap_descendants()
     if ended_by == "closed" or answers is None:
         inbox.leave()
@@ -336,10 +333,15 @@ def _ask(channel: str, ranks: Iterable[int], inbox: Inbox) -> dict[int, Any] | N
     return answers
 
 
-def _end(pid: int) -> int | None:
-    """Kill a process, if it still runs, with its group. Returns its status, None where it does not end."""
-    _kill(pid)
-    return _reap(pid)
+def _end(pids: Collection[int]) -> list[int | None]:
+    """Kill processes, if they still run, with their groups. Returns their statuses, None for one that does not end.
+
+    Many are waited for no longer than one: the search's patience is the same.
+    """
+    for pid in pids:
+        _kill(pid)
+    give_up_s = time.monotonic() + _GIVE_UP_S
+    return [_reap(pid, give_up_s) for pid in pids]
 
 
 def _kill(pid: int) -> None:
@@ -401,11 +403,15 @@ def _wait(pids: list[int], deadline: float, inbox: Inbox) -> tuple[str, list[int
             os.close(process)
 
 
-def _reap(pid: int) -> int | None:
-    """The status of a process that was killed; None where it does not end, stuck in a driver. It is left alone from then on."""
+def _reap(pid: int, give_up_s: float) -> int | None:
+    """The status of a process that was killed; None where it does not end, stuck in a driver. It is left alone from then on.
+
+    Args:
+        give_up_s: on the monotonic clock, when it must have ended.
+    """
     process = open_process(pid)
     try:
-        if not has_ended(process, _GIVE_UP_S):
+        if not has_ended(process, max(0.0, give_up_s - time.monotonic())):
             _stuck.add(pid)
             return None
     finally:
