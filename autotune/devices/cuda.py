@@ -159,7 +159,8 @@ class CudaDevice(Instruments, Device):
     def limit_memory(self, limit_bytes: int) -> None:
         """Make torch's allocations fail beyond the limit less this process's memory outside the allocator.
 
-        The memory outside is measured now, with context and libraries loaded. If it grows later, only `peak_bytes` shows it.
+        The memory outside is measured now, with context and libraries loaded. If it grows later, only `peak_bytes` shows it. Of what
+        the driver keeps for itself no process gets anything, so a limit above the rest means all of the rest.
 
         Raises:
             DeviceError: the context alone is larger than the limit, or torch cannot use the GPU.
@@ -173,7 +174,7 @@ class CudaDevice(Instruments, Device):
         total_bytes = torch.cuda.get_device_properties(self._index).total_memory
         fraction = min(1.0, (limit_bytes - outside_bytes) / total_bytes)
         torch.cuda.set_per_process_memory_fraction(fraction, self._index)
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = min(limit_bytes, total_bytes)
 
     def start_measuring(self) -> None:
         """Count contention, energy, allocation retries and swallowed OOMs from now on.

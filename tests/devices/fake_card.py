@@ -45,6 +45,7 @@ class Card:
         books: how the driver lists the process that trains: `right`, `zero` bytes, `none` for its bytes, under its `host pid`,
             or in an `empty list` (others are hidden, too).
         releasing: bytes that an ended process still holds, by how often the card is read until they are gone.
+        driver_bytes: what the driver keeps: NVML counts it as used, and CUDA neither as used nor in the total.
     """
 
     uuid: str = "GPU-11111111"
@@ -62,6 +63,7 @@ class Card:
     temperature_c: int | None = 60
     power_mw: int | None = 300_000
     lost: bool = False
+    driver_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
@@ -70,7 +72,7 @@ class Card:
         for neighbour in self.neighbours:
             if neighbour.grows is not None:
                 neighbour.used_bytes = neighbour.grows()
-        return held + self.others_bytes + (self.process.held_bytes if self.process else 0)
+        return held + self.driver_bytes + self.others_bytes + (self.process.held_bytes if self.process else 0)
 
     @property
     def others_bytes(self) -> int:
@@ -241,7 +243,7 @@ class Machine:
 
     def _mem_get_info(self, index: int) -> tuple[int, int]:
         card = self.visible[index]
-        return card.total_bytes - card.used_bytes, card.total_bytes
+        return card.total_bytes - card.used_bytes, card.total_bytes - card.driver_bytes
 
     def _get_device_properties(self, index: int) -> Any:
         card = self.visible[index]
@@ -252,12 +254,13 @@ class Machine:
             uuid=bare,
             major=major,
             minor=minor,
-            total_memory=card.total_bytes,
+            total_memory=card.total_bytes - card.driver_bytes,
             multi_processor_count=132,
         )
 
     def _set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
-        self._process().allowed_bytes = int(fraction * self.visible[index].total_bytes)
+        card = self.visible[index]
+        self._process().allowed_bytes = int(fraction * (card.total_bytes - card.driver_bytes))
 
 
 NO_NVML = FakeNvml.NVMLError_LibraryNotFound("NVML Shared Library Not Found")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -387,6 +388,22 @@ def test_a_gpu_that_a_process_uses_already_is_adopted_as_it_is(monkeypatch: pyte
     device.limit_memory(10 * GIB)
     assert machine.process.allowed_bytes == pytest.approx(10 * GIB - CONTEXT_BYTES, abs=2)
     assert device.peak_bytes() == CONTEXT_BYTES
+
+
+@pytest.mark.parametrize("taken_bytes", [0, 8 * GIB])
+def test_what_the_driver_keeps_of_a_card_is_not_taken_for_another_process(
+    monkeypatch: pytest.MonkeyPatch, taken_bytes: int
+) -> None:
+    """An RTX 4090 whose limit is all of it, alone or beside a neighbour that has been there from the beginning."""
+    neighbours = [Neighbour(used_bytes=taken_bytes)] if taken_bytes else []
+    machine = Machine(monkeypatch, Card(total_bytes=24564 * MIB, driver_bytes=357 * MIB, neighbours=neighbours))
+    device = CudaDevice(0)
+    device.limit_memory(device.info().total_bytes)
+    assert machine.process is not None
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while True:
+            machine.process.allocate(512 * MIB)
+    assert device.is_crowded(512 * MIB) == bool(taken_bytes)
 
 
 def test_judging_scarcity_makes_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
