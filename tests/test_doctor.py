@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 
 from autotune import doctor
+from autotune.devices import instruments
 from autotune.doctor import checks, verdicts
 from autotune.doctor.verdicts import State, judge_tested
+from autotune.records.device import DeviceInfo
 from autotune.report.terminal import as_text
 from autotune.units import GIB, MIB
+from tests.devices.fake_nvml import FakeGpu, install
 
 SURE = {
     "device",
@@ -163,6 +166,22 @@ def test_a_judge_says_what_facts_mean_for_a_search(
 def test_the_slowest_rank_says_how_fast_a_collective_is() -> None:
     _, said, _ = verdicts.judge_collective("all-reduce", 2.0)(TOGETHER)
     assert said == "2 GiB/s for 1.00 GiB"  # each link carries 2 (n - 1) / n times the tensor
+
+
+def test_links_are_told_of_the_gpus_that_cuda_means_where_it_puts_the_fastest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h200s = [FakeGpu(f"GPU-{number}", ancestor=10, num_links=18) for number in (2, 3)]
+    install(monkeypatch, FakeGpu("GPU-1", "Tesla T4", ancestor=10), *h200s)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    info = DeviceInfo(name="cuda", model="", total_bytes=GIB, free_bytes=GIB)
+    told = instruments.Answer(gpus=tuple(instruments.AskedGpu(uuid=uuid, info=info) for uuid in "231"))
+    monkeypatch.setattr(instruments, "ask_torch", lambda: told)
+    assert checks.connections(("cuda:0", "cuda:1", "cuda:2"))["paths"] == {
+        "cuda:0 and cuda:1": "over NVLink (18 links)",
+        "cuda:0 and cuda:2": "over one PCIe switch",
+        "cuda:1 and cuda:2": "over one PCIe switch",
+    }
 
 
 def test_two_parts_of_one_card_are_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from importlib import metadata
 
 from autotune.devices import linux, torch_errors
 from autotune.devices.base import Capabilities, Device
-from autotune.devices.instruments import Instruments, describe, has_context
+from autotune.devices.instruments import Instruments, has_context, uuid_of
 from autotune.errors import DeviceError, first_line
 from autotune.lazy import torch
 from autotune.units import GIB, MIB, format_bytes
@@ -149,7 +149,7 @@ class CudaDevice(Instruments, Device):
 
     def hardware_id(self) -> str:
         """The GPU's UUID."""
-        return describe(self._index).uuid
+        return uuid_of(self._index)
 
     def adopt(self) -> None:
         """Accept the GPU with the context and the libraries that the process already has."""
@@ -307,9 +307,10 @@ class CudaDevice(Instruments, Device):
         """Create the context and load what every training run loads, once."""
         if self._entered:
             return
-        if not has_context():
-            self._outside.before_bytes = self.used_bytes()
         try:
+            if not has_context():
+                torch.cuda.init()  # takes nothing of a card, and lets torch tell in this process which GPU this is
+                self._outside.before_bytes = self.nvml_used_bytes()
             torch.cuda.set_device(self._index)
             _load_libraries(self.torch_device)
         except Exception as error:

@@ -54,10 +54,15 @@ def ask_torch() -> Answer:
     return _answers[key]
 
 
+def uuid_of(index: int) -> str:
+    """A GPU's UUID as torch in this process tells it, as in `AskedGpu`. That initialises CUDA, and creates no context."""
+    uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))  # not in every ROCm build
+    return uuid.removeprefix("GPU-").removeprefix("MIG-")
+
+
 def describe(index: int) -> AskedGpu:
-    """A GPU as torch in this process describes it. That creates a context."""
+    """A GPU as torch in this process describes it. That creates a context on it."""
     told, memory = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-    uuid = str(getattr(told, "uuid", ""))  # not in every ROCm build
     info = DeviceInfo(
         name=f"cuda:{index}",
         model=told.name,
@@ -67,7 +72,7 @@ def describe(index: int) -> AskedGpu:
         num_multiprocessors=told.multi_processor_count,
         torch_version=metadata.version("torch"),
     )
-    return AskedGpu(uuid=uuid.removeprefix("GPU-").removeprefix("MIG-"), info=info)
+    return AskedGpu(uuid=uuid_of(index), info=info)
 
 
 def is_there_a_sign_of_a_gpu() -> bool:
@@ -112,7 +117,7 @@ class Instruments:
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
         self._index = index
-        self._matches: dict[bool, nvml.Gpu] = {}  # whether this process had a context -> the GPU found
+        self._matches: dict[bool, nvml.Gpu] = {}  # whether this process used CUDA -> the GPU found
 
     def info(self) -> DeviceInfo:
         """Describe the GPU now.
@@ -123,7 +128,7 @@ class Instruments:
         connection = nvml.connect()
         if isinstance(connection, str):
             return self._info_from_torch(connection)
-        gpu = self._gpu(connection)
+        gpu = self.in_nvml(connection)
         memory = connection.memory(gpu)
         if memory is None:  # a GPU that shares the machine's memory
             return self._info_from_torch("its driver does not report its memory")
@@ -169,12 +174,16 @@ class Instruments:
 
     def used_bytes(self) -> int | None:
         """Memory that all processes use on the card; None if nothing can tell. Before there is a context, only NVML can."""
-        if (found := self._found()) is not None and (memory := found[0].memory(found[1])) is not None:
-            return memory[0]
-        if not has_context():
-            return None
+        used_bytes = self.nvml_used_bytes()
+        if used_bytes is not None or not has_context():
+            return used_bytes
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._index)
         return int(total_bytes - free_bytes)
+
+    def nvml_used_bytes(self) -> int | None:
+        """The same by NVML alone, which needs no context for it."""
+        memory = None if (found := self._found()) is None else found[0].memory(found[1])
+        return None if memory is None else memory[0]
 
     def booked_bytes(self) -> tuple[int | None, bool]:
         """Memory that the driver books on this process (None if it does not say), and whether it lists more than one process."""
@@ -202,7 +211,7 @@ class Instruments:
         connection = nvml.connect()
         if isinstance(connection, str):
             return f"the energy of {self.name} cannot be read: {connection}"
-        gpu = self._gpu(connection)
+        gpu = self.in_nvml(connection)
         if gpu.is_mig:
             return (
                 f"{self.name} is a part of a GPU (MIG), whose counter is of the whole; take a whole GPU to count energy"
@@ -227,16 +236,19 @@ class Instruments:
         """NVML, and this GPU in it; None where NVML cannot be read or does not show the GPU."""
         connection = nvml.connect()
         try:
-            return None if isinstance(connection, str) else (connection, self._gpu(connection))
+            return None if isinstance(connection, str) else (connection, self.in_nvml(connection))
         except DeviceError:
             return None
 
-    def _gpu(self, connection: nvml.Nvml) -> nvml.Gpu:
-        """Find this GPU in NVML.
+    def in_nvml(self, connection: nvml.Nvml) -> nvml.Gpu:
+        """This GPU in NVML.
 
-        NVML lists GPUs in the order of the bus, and CUDA may put the fastest first. So once this process has a context, or where
+        NVML lists GPUs in the order of the bus, and CUDA may put the fastest first. So once this process uses CUDA, or where
         the machine's GPUs differ, torch is asked for the UUID. Otherwise, and where NVML does not know that UUID, the GPU at the
         same index is taken.
+
+        Raises:
+            DeviceError: NVML shows no such GPU, or it has fallen off the bus.
         """
         certain = has_context()
         if certain not in self._matches:
@@ -245,9 +257,8 @@ class Instruments:
 
     def _match(self, connection: nvml.Nvml, certain: bool) -> nvml.Gpu:
         visible, placed = connection.visible_gpus(), self._placed(connection)
-        asked = self._asked() if certain or connection.differ() else None
-        if asked is not None and asked.uuid:
-            named = [gpu for gpu in (*visible, *connection.boards()) if asked.uuid in gpu.uuids]
+        if uuid := self._uuid() if certain or connection.differ() else "":
+            named = [gpu for gpu in (*visible, *connection.boards()) if uuid in gpu.uuids]
             if named and placed not in named:
                 return named[0]
         if placed is None:
@@ -263,8 +274,14 @@ class Instruments:
         visible = connection.visible_gpus()
         return visible[self._index] if self._index < len(visible) else None
 
+    def _uuid(self) -> str:
+        """This GPU's UUID as torch tells it: in this process if it uses CUDA, else in another one. Empty where it does not tell."""
+        if has_context():
+            return uuid_of(self._index)
+        return "" if (asked := self._asked()) is None else asked.uuid
+
     def _asked(self) -> AskedGpu | None:
-        """This GPU as torch describes it: in this process if it has a context, else in another one."""
+        """This GPU as torch describes it: in this process if it uses CUDA, else in another one."""
         if has_context():
             return describe(self._index)
         gpus = ask_torch().gpus

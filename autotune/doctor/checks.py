@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.devices import capabilities_of, nvml, open_device, selftest
 from autotune.devices.cuda import CudaDevice
+from autotune.devices.instruments import Instruments
 from autotune.devices.selftest import Facts
 from autotune.devices.targets import target_of
 from autotune.doctor.together import collectives
@@ -167,11 +168,10 @@ def connections(devices: Sequence[str]) -> Facts:
         return {"paths": {}, "same": [], "why": "processes on the CPU share its memory"}
     if isinstance(connection := nvml.connect(), str):
         return {"paths": {}, "same": [], "why": connection}
-    gpus = connection.visible_gpus()
-    pairs = itertools.combinations(((name, gpus[int(name.partition(":")[2])]) for name in devices), 2)
     paths: dict[str, str] = {}
     same: list[str] = []
-    for (one, gpu), (other, neighbour) in pairs:
+    gpus = [(name, Instruments(int(name.partition(":")[2])).in_nvml(connection)) for name in devices]
+    for (one, gpu), (other, neighbour) in itertools.combinations(gpus, 2):
         paths[f"{one} and {other}"] = connection.path(gpu, neighbour)
         if gpu.uuids[1] == neighbour.uuids[1]:
             same.append(f"{one} and {other}")

@@ -98,11 +98,11 @@ class Card:
 
 
 class Process:
-    """The process that trains: its context and what its torch holds on one card."""
+    """The process that trains: whether it uses CUDA, its context and what its torch holds on one card."""
 
     def __init__(self, card: Card) -> None:
         self.card = card
-        self.context = False
+        self.uses_cuda = self.context = False
         self.outside_bytes = 0
         self.allowed_bytes = card.total_bytes
         self.allocated_bytes = self.most_allocated_bytes = self.most_reserved_bytes = 0
@@ -122,7 +122,8 @@ class Process:
     def create_context(self) -> None:
         if self.card.total_bytes - self.card.used_bytes < CONTEXT_BYTES:
             raise RuntimeError("CUDA error: out of memory")
-        self.context, self.outside_bytes = True, CONTEXT_BYTES
+        self.uses_cuda = self.context = True
+        self.outside_bytes = CONTEXT_BYTES
 
     def allocate(self, size_bytes: int) -> int:
         """A key of the memory.
@@ -160,6 +161,7 @@ class Process:
 
 
 _FUNCTIONS = (
+    "init",
     "is_initialized",
     "device_count",
     "set_device",
@@ -216,8 +218,11 @@ class Machine:
         assert self.process is not None
         return self.process
 
+    def _init(self) -> None:
+        self._process().uses_cuda = True
+
     def _is_initialized(self) -> bool:
-        return self._process().context
+        return self._process().uses_cuda
 
     def _set_device(self, index: int) -> None: ...
 

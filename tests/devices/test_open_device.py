@@ -284,5 +284,5 @@ def test_with_process_numbers_of_another_namespace_nobody_is_said_to_be_another_
     install(monkeypatch, FakeGpu("GPU-1", processes=[(7, GIB), (pid, GIB)]))
     device = CudaDevice(0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr("autotune.devices.instruments.describe", lambda index: seen_by_torch("NVIDIA H200", "1"))
+    monkeypatch.setattr("autotune.devices.instruments.uuid_of", lambda index: "1")
     assert tuple(other for other, _, _ in device.telemetry().processes) == others

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autotune.devices import cuda
+from autotune.devices import cuda, instruments
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.records.config import ProbeSettings
@@ -404,6 +404,28 @@ def test_what_the_driver_keeps_of_a_card_is_not_taken_for_another_process(
         while True:
             machine.process.allocate(512 * MIB)
     assert device.is_crowded(512 * MIB) == bool(taken_bytes)
+
+
+def test_a_process_that_uses_cuda_gets_no_context_on_a_gpu_by_asking_about_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, Card(), Card("GPU-22222222"))
+    assert machine.process is not None
+    machine.process.create_context()  # on the first, as in a notebook
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: pytest.fail(f"a context is made on cuda:{index}"))
+    device = CudaDevice(1)
+    device.settle()
+    assert device.info().free_bytes == 140 * GIB and device.hardware_id() == "22222222"
+
+
+def test_a_process_that_will_train_finds_out_by_itself_which_of_unlike_gpus_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the use of the card since before its context, where the driver books nothing on it."""
+    beside = Card("GPU-22222222", "Tesla T4", 15 * GIB, (7, 5), neighbours=[Neighbour(used_bytes=9 * GIB)])
+    Machine(monkeypatch, beside, Card(books="empty list"), cuda_order=(1, 0))
+    monkeypatch.setattr(instruments, "_ask", lambda: pytest.fail("another interpreter is started"))
+    device = CudaDevice(0)
+    device.enter()
+    assert device.peak_bytes() == CONTEXT_BYTES
 
 
 def test_judging_scarcity_makes_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
