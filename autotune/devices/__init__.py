@@ -67,7 +67,8 @@ def open_device(name: str) -> Device:
         why = _why_not_used() or nvml.why_no_gpu()
         raise DeviceError(f"there is no device {name!r}: {why}; use --device cpu to train on the CPU")
     if index >= num_gpus:
-        raise DeviceError(f"there is no device {name!r}; this machine has {_listed(num_gpus)}")
+        why = nvml.why_fewer_gpus()
+        raise DeviceError(f"there is no device {name!r}; this machine has {_listed(num_gpus)}{why and f': {why}'}")
     if not torch_has_cuda():
         raise DeviceError(f"the device {name!r} cannot be used: {_why_not_used(num_gpus)}")
     return CudaDevice(index)

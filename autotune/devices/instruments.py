@@ -99,8 +99,9 @@ def answer() -> None:
     with warnings.catch_warnings(record=True) as said:  # `is_available` tells by a warning why not
         warnings.simplefilter("always")
         try:
-            number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            gpus = [asdict(describe(index)) for index in range(number)]
+            if torch.cuda.is_available():
+                torch.cuda.init()  # before it, torch counts whole GPUs, of which CUDA may show parts (MIG)
+                gpus = [asdict(describe(index)) for index in range(torch.cuda.device_count())]
         except Exception as error:
             why = str(error)
     why = why or "; ".join(str(warning.message) for warning in said)

@@ -28,6 +28,7 @@ _SLOWDOWNS = {
     0x40: "temperature (hardware)",
     0x80: "power brake",
 }
+_SEVERAL_INSTANCES = 570  # the first driver whose CUDA shows a process more than one MIG instance
 _NVLINK = 2  # index of NVML_P2P_CAPS
 _MOST_LINKS = 36  # NVLinks of a GPU
 # nvmlDeviceGetTopologyCommonAncestor: what lies between two GPUs
@@ -94,19 +95,48 @@ class Nvml:
 
     def differ(self) -> bool:
         """Whether CUDA may number the GPUs in another order than NVML: where GPUs differ, it puts the fastest first."""
-        in_bus_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-        return not in_bus_order and len({board.name for board in self.boards() if board.handle is not None}) > 1
+        if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+            return False
+        seen = self.boards(), self.visible_gpus()  # a part of a GPU is slower than another whole
+        return any(len({gpu.name for gpu in gpus if gpu.handle is not None}) > 1 for gpus in seen)
 
     def visible_gpus(self, environment: Mapping[str, str] = os.environ) -> list[Gpu]:
         """The GPUs that CUDA shows under CUDA_VISIBLE_DEVICES (indices, or the beginnings of UUIDs), in its order.
 
-        As in CUDA, the list ends before the first invalid entry, and is empty if an entry is repeated. For a GPU divided by
-        MIG, CUDA shows the first instance, or the one whose UUID is given.
+        As in CUDA, the list ends before the first invalid entry, and is empty if an entry is repeated. What CUDA shows of GPUs that
+        are divided by MIG depends on the driver (MIG User Guide, "CUDA Device Enumeration"): before 570 one instance, the first, and
+        nothing beside it; since then one compute instance of each GPU instance, and whole GPUs.
         """
+        chosen = self._chosen(environment)
+        instances = [gpu for gpu in chosen if gpu.is_mig]
+        if instances and self._shows_one_instance():
+            return instances[:1]
+        shown: dict[object, Gpu] = {}
+        for gpu in chosen:
+            number = self._read("nvmlDeviceGetGpuInstanceId", gpu.handle) if gpu.is_mig else None
+            shown.setdefault(gpu.uuid if number is None else (gpu.uuids[1], number), gpu)
+        return [*shown.values()]
+
+    def why_fewer(self, environment: Mapping[str, str] = os.environ) -> str:
+        """Why CUDA shows fewer GPUs than CUDA_VISIBLE_DEVICES leaves; empty where it shows them all."""
+        if len(self._chosen(environment)) == len(self.visible_gpus(environment)):
+            return ""
+        if self._shows_one_instance():
+            return (
+                f"the driver {self.driver()} shows a process one MIG instance and no other GPU; drivers from {_SEVERAL_INSTANCES} on show "
+                "several, and CUDA_VISIBLE_DEVICES chooses which it is"
+            )
+        return "the driver shows a process one compute instance of each GPU instance (MIG)"
+
+    def _shows_one_instance(self) -> bool:
+        return int(self.driver().partition(".")[0] or 0) < _SEVERAL_INSTANCES
+
+    def _chosen(self, environment: Mapping[str, str]) -> list[Gpu]:
+        """What CUDA_VISIBLE_DEVICES leaves: whole GPUs, and MIG instances in place of GPUs that are divided."""
         boards = self.boards()
         wanted = environment.get("CUDA_VISIBLE_DEVICES")
         if wanted is None:
-            return [self._first_instance(board) for board in boards]
+            return [gpu for board in boards for gpu in self._instances(board) or [board]]
         chosen: list[Gpu] = []
         for entry in (part.strip() for part in wanted.split(",")):
             if entry.startswith("MIG-"):
@@ -295,6 +325,12 @@ def why_no_gpu() -> str:
         return "the NVIDIA driver finds no GPU"
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU of this machine ({len(boards)})"
+
+
+def why_fewer_gpus() -> str:
+    """Why CUDA shows fewer GPUs than CUDA_VISIBLE_DEVICES leaves, in words; empty where it shows them all, or nothing is known of them."""
+    connection = connect()
+    return "" if isinstance(connection, str) else connection.why_fewer()
 
 
 def _says_lost(error: Exception) -> bool:

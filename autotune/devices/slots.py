@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autotune.devices import available, capabilities_of, device_named, open_device
+from autotune.devices import available, capabilities_of, device_named, nvml, open_device
 from autotune.devices.linux import cores
 from autotune.errors import DeviceError
 from autotune.records.device import DeviceInfo
@@ -75,14 +75,17 @@ def find_slots(asked: str, device: str = "auto", *, memory_limit_bytes: int | No
         gpus = [gpu for gpu in found if gpu.name not in lost]
     infos = {gpu.name: gpu.info() for gpu in gpus}
     most = int(numbers) if numbers is not None and not named[1] else len(infos)
+    fewer = nvml.why_fewer_gpus()
     if len(infos) < len(gpus) or not 0 < most <= len(infos):
         raise DeviceError(
             f"--slots {asked}: expected different GPUs, or a number from 1 to {len(infos)}: each slot has a GPU of its own"
+            f"{fewer and f', and {fewer}'}"
         )
     used, notes = _alike(infos, device)
     used, full = _with_memory(used, memory_limit_bytes)
     gone = [f"{name} is no slot: it has fallen off the bus, as the driver says" for name in lost]
-    return Slots(slots=_on_gpus([*used][:most]), notes=(*gone, *notes, *full))
+    hidden = [f"not every GPU has a slot: {fewer}"] if fewer and numbers is None else []
+    return Slots(slots=_on_gpus([*used][:most]), notes=(*gone, *hidden, *notes, *full))
 
 
 def _parts_of_cpu(asked: str, numbers: str | None) -> Slots:

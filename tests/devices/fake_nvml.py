@@ -40,6 +40,7 @@ class FakeGpu:
     ancestor: int | None = None
     bus_id: str | None = None
     lost: bool = False
+    gpu_instance: int | None = None
 
 
 class FakeNvml:
@@ -54,9 +55,10 @@ class FakeNvml:
     class NVMLError_GpuIsLost(NVMLError):
         pass
 
-    def __init__(self, *gpus: FakeGpu, error: Exception | None = None) -> None:
+    def __init__(self, *gpus: FakeGpu, error: Exception | None = None, driver: str = "550.54.15") -> None:
         self.gpus = gpus
         self.error = error
+        self.driver = driver
         for gpu in gpus:
             for instance in gpu.instances:
                 instance.board = gpu
@@ -66,7 +68,7 @@ class FakeNvml:
             raise self.error
 
     def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"550.54.15"
+        return self.driver.encode()
 
     def nvmlSystemGetProcessName(self, pid: int) -> str:
         if pid >= 10**6:
@@ -132,6 +134,9 @@ class FakeNvml:
             raise self.NVMLError("not found")
         return gpu.instances[index]
 
+    def nvmlDeviceGetGpuInstanceId(self, gpu: FakeGpu) -> int:
+        return self._supported(gpu.gpu_instance)
+
     def nvmlDeviceGetPciInfo(self, gpu: FakeGpu) -> Any:
         return SimpleNamespace(busId=self._supported(gpu.bus_id))
 
@@ -155,8 +160,8 @@ class FakeNvml:
         return value
 
 
-def install(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, error: Exception | None = None) -> None:
-    """Make autotune see these GPUs, and no CUDA_VISIBLE_DEVICES."""
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus, error=error))
+def install(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, **told: Any) -> None:
+    """Make autotune see these GPUs, and no CUDA_VISIBLE_DEVICES. What NVML is `told` is an argument of `FakeNvml`."""
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*gpus, **told))
     monkeypatch.setattr(nvml, "_connections", {})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

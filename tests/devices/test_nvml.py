@@ -12,9 +12,9 @@ TWO = (FakeGpu("GPU-aaaa-1"), FakeGpu("GPU-bbbb-2"))
 DIVIDED = FakeGpu("GPU-cccc-3", instances=[FakeGpu("MIG-1"), FakeGpu("MIG-2", total_bytes=20 * GIB)])
 
 
-def visible(gpus, variable):
+def visible(gpus, variable, **told):
     environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
-    return [gpu.uuid for gpu in Nvml(FakeNvml(*gpus)).visible_gpus(environment)]
+    return [gpu.uuid for gpu in Nvml(FakeNvml(*gpus, **told)).visible_gpus(environment)]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,37 @@ def test_of_a_divided_gpu_the_first_instance_is_visible_or_the_one_that_is_named
     assert visible([DIVIDED], None) == ["MIG-1"]
     assert visible([DIVIDED], "0") == ["MIG-1"]
     assert visible([DIVIDED], "MIG-2") == ["MIG-2"]
+
+
+DIVIDED_TOO = FakeGpu(
+    "GPU-dddd-4",
+    instances=[FakeGpu(f"MIG-{number}", gpu_instance=of) for number, of in ((3, 1), (4, 1), (5, 2))],
+)
+
+
+@pytest.mark.parametrize(
+    ("variable", "before_570", "since"),
+    [
+        (None, ["MIG-1"], ["GPU-aaaa-1", "MIG-1", "MIG-2", "MIG-3", "MIG-5"]),
+        ("0,2", ["MIG-3"], ["GPU-aaaa-1", "MIG-3"]),
+        ("MIG-5,MIG-4,MIG-3", ["MIG-5"], ["MIG-5", "MIG-4"]),
+        ("0", ["GPU-aaaa-1"], ["GPU-aaaa-1"]),
+    ],
+)
+def test_a_process_sees_one_instance_and_nothing_else_or_since_driver_570_one_of_each_gpu_instance(
+    variable, before_570, since
+):
+    gpus = (TWO[0], DIVIDED, DIVIDED_TOO)
+    assert visible(gpus, variable, driver="565.57.01") == before_570
+    assert visible(gpus, variable, driver="570.86.10") == since
+
+
+def test_parts_of_gpus_may_have_other_numbers_in_cuda_than_in_nvml_where_a_process_sees_several(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    parts = [FakeGpu(f"MIG-{number}", name="NVIDIA H200 MIG 1g.18gb") for number in (1, 2)]
+    gpus = (FakeGpu("GPU-1"), FakeGpu("GPU-2", instances=parts))
+    assert not Nvml(FakeNvml(*gpus)).differ()  # one part is seen, and nothing else
+    assert Nvml(FakeNvml(*gpus, driver="570.86.10")).differ()
 
 
 def telemetry(gpu, **arguments):

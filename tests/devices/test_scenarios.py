@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -414,6 +415,15 @@ def test_a_process_that_uses_cuda_gets_no_context_on_a_gpu_by_asking_about_it(mo
     device = CudaDevice(1)
     device.settle()
     assert device.info().free_bytes == 140 * GIB and device.hardware_id() == "22222222"
+
+
+def test_torch_is_asked_for_the_gpus_that_cuda_shows_and_not_for_the_boards_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Machine(monkeypatch, Card(), Card("GPU-22222222"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2 if torch.cuda.is_initialized() else 1)
+    instruments.answer()
+    assert [gpu["uuid"] for gpu in json.loads(capsys.readouterr().out)["gpus"]] == ["11111111", "22222222"]
 
 
 def test_a_process_that_will_train_finds_out_by_itself_which_of_unlike_gpus_is_its_own(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import autotune.devices
-from autotune.devices import linux, slots
+from autotune.devices import linux, name_devices, slots
 from autotune.devices.linux import cores, processors_near
 from autotune.devices.slots import find_slots, shares_of
 from autotune.errors import DeviceError
@@ -86,6 +86,21 @@ def test_a_gpu_that_goes_is_known_to_be_lost_to_whoever_had_opened_it_before(mon
     assert opened.info().name == "cuda:0" and not opened.is_lost()
     first.lost = True
     assert opened.is_lost() and not autotune.devices.device_named("cuda:1").is_lost()
+
+
+def test_of_parts_of_gpus_only_those_are_slots_that_the_driver_shows_and_it_is_said_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = gpu(0), FakeGpu("GPU-1", instances=[FakeGpu("MIG-1", H200), FakeGpu("MIG-2", H200)])
+    machine(monkeypatch, *gpus)
+    why = "the driver 550.54.15 shows a process one MIG instance and no other GPU"
+    found = find_slots("all")
+    assert [slot.name for slot in found.slots] == ["cuda:0"] and why in found.notes[0]
+    for ask in (find_slots, name_devices):
+        with pytest.raises(DeviceError, match=why):
+            ask("2")
+    install(monkeypatch, *gpus, driver="570.86.10")
+    assert names("all") == ["cuda:0", "cuda:1", "cuda:2"] and not find_slots("all").notes
 
 
 def test_within_a_memory_limit_a_fuller_gpu_serves_too(monkeypatch: pytest.MonkeyPatch) -> None:
