@@ -71,6 +71,7 @@ class OneSlotRunner(Runner):
         self._devices = name_devices(devices, device)
         self.world = World(size=len(self._devices))
         self._device = open_device(self._devices[0])
+        self._opened = (self._device, *map(device_named, self._devices[1:]))  # kept: each knows its level of rest
         self._logs = logs.absolute()
         self._host = host or Host()
         self._running: InFlight | None = None
@@ -91,7 +92,7 @@ class OneSlotRunner(Runner):
         if len(self._devices) > 1 and not self._device.capabilities.own_memory:
             info = replace(info, free_bytes=info.free_bytes // len(self._devices))
         elif len(self._devices) > 1:
-            info = replace(info, free_bytes=min(open_device(name).info().free_bytes for name in self._devices))
+            info = replace(info, free_bytes=min(device.info().free_bytes for device in self._opened))
         if self._own is not None and not self._device.capabilities.own_memory:
             num_threads = min(info.num_threads, len(cores(self._own.processors)))
             shared = (
@@ -278,9 +279,7 @@ class LocalRunner(OneSlotRunner):
             "meeting": "" if part is None else self._meeting,
         }
         if not isinstance(job, TracingJob):
-            self._device.settle()
-            for name in self._devices[1:]:
-                device_named(name).settle()
+            self._settle()
         connection = self._connect()  # a new supervisor imports for seconds, which are not the job's
         # opened for writing, too: else reading finds an end of file between two messages
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
@@ -296,6 +295,11 @@ class LocalRunner(OneSlotRunner):
             self._disconnect()
             raise
         return running
+
+    def _settle(self) -> None:
+        """Wait until the memory of ended processes is free again, on every device."""
+        for device in self._opened:
+            device.settle()
 
     def collect(self, timeout_s: float | None = None) -> Finished | None:
         running = self._running

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from autotune import devices
 from autotune.devices import cuda, instruments
 from autotune.devices.cuda import CudaDevice
 from autotune.errors import DeviceError
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
 from autotune.runners.jobs import CheckJob, InspectJob, Job
+from autotune.runners.local import LocalRunner
 from autotune.techniques import find_techniques
 from autotune.tuning.why import as_error
 from autotune.units import GIB, MIB, format_bytes
@@ -332,6 +334,20 @@ def test_settling_waits_for_what_an_ended_process_held_and_then_accepts_what_oth
     monkeypatch.setattr(cuda.time, "sleep", looks.append)
     device.settle()
     assert not looks
+
+
+def test_what_ended_processes_held_is_waited_for_on_every_gpu_of_a_world(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cards = Card(), Card("GPU-22222222")
+    Machine(monkeypatch, *cards)
+    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    runner = LocalRunner(None, logs=tmp_path, devices="cuda:0,1")
+    runner._settle()
+    for card in cards:
+        card.releasing = [30 * GIB] * 5
+    runner._settle()
+    assert [card.releasing for card in cards] == [[], []]
 
 
 def test_retries_and_ooms_count_from_the_end_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
