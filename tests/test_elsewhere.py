@@ -89,9 +89,11 @@ def test_what_fits_is_predicted(tmp_path: Path, elsewhere: dict[str, str]) -> No
 
 
 def test_an_inspection_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
-    with PortableRunner(TaskSource.of(TINY), device="cpu", logs=tmp_path / "logs") as runner:
-        with pytest.raises(JobFailed, match="killed after 100 ms, during setup") as failed:
-            runner.run(InspectJob(memory_limit_bytes=None, timeout_s=0.1))
+    with (
+        PortableRunner(TaskSource.of(TINY), device="cpu", logs=tmp_path / "logs") as runner,
+        pytest.raises(JobFailed, match="killed after 100 ms, during setup") as failed,
+    ):
+        runner.run(InspectJob(memory_limit_bytes=None, timeout_s=0.1))
     assert failed.value.outcome.kind is Kind.TIMEOUT
 
 
