@@ -57,7 +57,7 @@ def blocks_of(task: Task, model: torch.nn.Module) -> Chain:
     if not blocks or not all(block in modules for block in blocks):
         found = [type(block).__name__ for block in blocks]
         raise UnsupportedError(
-            f"checkpoint_blocks(model) returned {found}; expected at least one module, each of that model, such as list(model.blocks)"
+            f"checkpoint_blocks(model) returned {found}; expected modules of that model, at least one, such as list(model.blocks)"
         )
     return Chain(blocks)
 
