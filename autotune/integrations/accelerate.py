@@ -86,12 +86,11 @@ def find_executable_config(
     normalisation), unless `accumulation_steps` is included.
 
     The baseline's precision, compilation and sharding are those of `accelerate launch`, where that started the script. What an
-    `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept,
-    and the search takes place on its device; without one on the CPU, where the launcher says so.
-    What the function gives its own `Accelerator` cannot be known when the search begins: give `device="cpu"` for its `cpu=True`, and
-    state options of DDP (`kwargs_handlers`) as the task's `baseline`, `{"bucket_mb": 100}` say. When the `Accelerator` is made, other
-    options of DDP are warned of, and what would train other batches than the config says (`split_batches`, a
-    `gradient_accumulation_plugin`) is refused.
+    `Accelerator` that exists already when the search begins was made with holds for every later one of the process: it is kept.
+    The search takes place on its device, or else on the CPU where the launcher says so. What the function gives its own `Accelerator`
+    cannot be known when the search begins: give `device="cpu"` for its `cpu=True`, and state options of DDP (`kwargs_handlers`) as
+    the task's `baseline`, `{"bucket_mb": 100}` say. When the `Accelerator` is made, others are warned of, and what would train other
+    batches than the config says (`split_batches`, a `gradient_accumulation_plugin`) is refused.
 
     Args:
         task: what the function trains, or a function that makes it, or a model file.
@@ -124,13 +123,9 @@ def find_executable_config(
                 except Exception as error:
                     if not is_out_of_memory(error) or found[0][BATCH_SIZE] == 1:
                         raise
-                    if launched_world().size > 1:
-                        error.add_note(
-                            "it is not called again with smaller micro batches: the other processes are in the same step"
-                        )
-                        raise
-                    if never[0]:
-                        error.add_note(f"it is not called again with smaller micro batches: {never[0]}")
+                    why = "the other processes are in the same step" if launched_world().size > 1 else never[0]
+                    if why:
+                        error.add_note(f"it is not called again with smaller micro batches: {why}")
                         raise
                 found[0] = _halve(found[0])
                 Listeners(watched_by).warn(

@@ -111,12 +111,7 @@ def tune(
     task = task_of(model, loader, None if own_step else loss, optimizer, baseline=today, **own_step)
     # the loop keeps its loader, so what a session's does not have is no matter
     task = replace(task, fixed_accumulation=_STAYS, warnings=(*data_of(loader)["warnings"], *told))
-    if optimizer is None:
-        raise TaskError("the optimizer is None; expected the loop's own torch.optim.Optimizer")
-    if hasattr(vars(model).get("forward"), _TUNED):
-        raise TaskError(
-            "this model was tuned before, and would be compared with itself; make it and its optimizer anew"
-        )
+    _require_fresh(model, optimizer)
     techniques = find_techniques()
     own = {
         name: today[name] for name, technique in techniques.items() if today.get(name, technique.off) != technique.off
@@ -136,6 +131,16 @@ def tune(
     if found:
         _switch_on(found, task, model, optimizer, device)
     return Tuned(loader=loader, result=result)
+
+
+def _require_fresh(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise TaskError where there is no optimizer to switch the answer on in, or the model has an answer already."""
+    if optimizer is None:
+        raise TaskError("the optimizer is None; expected the loop's own torch.optim.Optimizer")
+    if hasattr(vars(model).get("forward"), _TUNED):
+        raise TaskError(
+            "this model was tuned before, and would be compared with itself; make it and its optimizer anew"
+        )
 
 
 def _device_of(model: torch.nn.Module) -> str:
