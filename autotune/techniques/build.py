@@ -12,6 +12,8 @@ from autotune.randomness import keep_randomness
 from autotune.records.config import ALONE, Choice, Config, World
 from autotune.records.device import NOT_MEASURED, Calibration
 
+FEW = 2  # samples of a pass that is only tried
+
 if TYPE_CHECKING:
     from autotune.devices.base import Device
     from autotune.task import Task
@@ -123,9 +125,9 @@ class Build:
     optimizers: list[Callable[[Any], Any]] = field(default_factory=list)
 
     @contextmanager
-    def tried_loss(self) -> Iterator[torch.Tensor]:
-        """The loss of a micro batch as training would compute it by now. At the end buffers and random states are as they were; gradients
-        are left to the caller.
+    def tried_loss(self, batch: Any) -> Iterator[torch.Tensor]:
+        """The loss of a micro batch, which is on the CPU, as training would compute it by now. At the end buffers and random states are as
+        they were; gradients are left to the caller.
         """
         from autotune.task.adapters import uncounted
         from autotune.task.batches import own_elements, strided_parts, to_device
@@ -134,7 +136,7 @@ class Build:
         with keep_randomness(device), uncounted(self.model):
             parts = [part for buffer in self.model.buffers() for part in strided_parts(buffer)]
             buffers = [(part, part.clone()) for part in parts]
-            batch = to_device(self.task.batch(self.config.batch_size), device)
+            batch = to_device(batch, device)
             for transform in self.batch_transforms:
                 batch = transform(batch)
             try:
@@ -150,10 +152,10 @@ class Build:
                         buffer[own].copy_(before[own])
 
     def run_order(self, modules: Iterable[torch.nn.Module]) -> list[Any]:
-        """As of `Setting`, in a forward pass of which nothing is left. Not for a task that takes whole steps of its own."""
+        """As of `Setting`, by a pass of a few samples of which nothing is left. Not for a task that takes whole steps of its own."""
 
         def run() -> None:
-            with self.tried_loss():
+            with self.tried_loss(self.task.small_batch(min(FEW, self.config.batch_size))):
                 pass
 
         return _in_order_of_entry(modules, run)

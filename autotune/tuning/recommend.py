@@ -122,17 +122,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         speedup_ci=told and told[1:],
         verdict=verdict,
         undecided=undecided,
-        play_off=PlayOffOutcome(
-            confirmed=confirmed is not None,
-            finalists=_finalists(standing),
-            num_rounds=standing.num_together if standing is not None and confirmed is not None else 0,
-            rival=_rival(standing, history.objective) if is_baseline else None,
-            training_speedup=None if is_baseline else _training_speedup(played, history.objective, later),
-            paired_ci=gain and gain[1:],
-            paired_std=played.speedup_std if played is not None and gain is not None else None,
-            later_std=later,
-            num_rechecks=num_rechecks,
-        ),
+        play_off=_play_off(standing, history.objective, gain, (later, num_rechecks), kept=is_baseline),
         front=front_of(why.figures(history.trials, ran_through).values()),
         reasons=_reasons(search, answer, measured),
         checks=() if found is None or found.check is None else (found.check,),
@@ -149,6 +139,31 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         places=next((o.measurement.places for o in outcomes if o.measurement), {}),
         command=search.runner.command(answer),
         warnings=tuple(search.warnings),
+    )
+
+
+def _play_off(
+    standing: Standing | None, objective: Objective, gain: Ratio | None, rechecks: tuple[float, int], *, kept: bool
+) -> PlayOffOutcome:
+    """What the play-off was.
+
+    Args:
+        gain: of the answer over the baseline, as the pairs tell it.
+        rechecks: as `_later` returns it.
+        kept: the answer is the baseline.
+    """
+    played = standing if standing is not None and standing.answer is not None else None
+    later, num_rechecks = rechecks
+    return PlayOffOutcome(
+        confirmed=played is not None,
+        finalists=_finalists(standing),
+        num_rounds=played.num_together if played is not None else 0,
+        rival=_rival(standing, objective) if kept else None,
+        training_speedup=None if kept else _training_speedup(played, objective, later),
+        paired_ci=gain and gain[1:],
+        paired_std=played.speedup_std if played is not None and gain is not None else None,
+        later_std=later,
+        num_rechecks=num_rechecks,
     )
 
 

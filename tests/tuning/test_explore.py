@@ -175,7 +175,7 @@ def test_batches_whose_steps_would_take_too_much_of_the_budget_are_left_out_and_
     assert [
         text
         for text in notes.texts
-        if "batches above 8 are tried only if something runs faster" in text and "--budget" in text
+        if "batches above 8 are tried only if a faster config is found" in text and "--budget" in text
     ]
 
 

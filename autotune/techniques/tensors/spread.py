@@ -118,7 +118,7 @@ def leaves_some_out(build: Build) -> bool:
     It is found out by one micro step, as training takes it, of which nothing is left.
     """
     trained = [parameter for parameter in build.model.parameters() if parameter.requires_grad]
-    with build.tried_loss() as loss:
+    with build.tried_loss(build.task.batch(build.config.batch_size)) as loss:
         loss.backward()
     leaves_out = any(parameter.grad is None for parameter in trained)
     for parameter in trained:
