@@ -343,7 +343,7 @@ def _require_read(module: LightningModule, trainer: Trainer, name: str, size: in
         made = _made_of(module, data, "train_dataloader", is_prepared=True, is_set_up=data is not None)
     if made.batch_size != other:
         raise TaskError(
-            f"where {name} is {other}, the training loader has batch_size={made.batch_size}: an optimizer step "
+            f"with {name} set to {other}, to try it, the training loader still has batch_size={made.batch_size}: an optimizer step "
             f"of the answer would take other samples. Make the loader from {name} in train_dataloader(), not in setup(), or name the "
             "attribute that it is made from with AutotuneCallback(batch_arg_name=...)"
         )

@@ -88,7 +88,8 @@ def tune(
         loader: of the training set, with the batch size of this process.
         loss: of the model's output and the last element of a batch; None for the model's own, or the default losses.
         optimizer: of the model's parameters.
-        training_step: the loss of a model on a batch, in place of `loss`, for batches of another form; it calls the model as the loop does.
+        training_step: the loss of a model on a batch, for batches of another form, beside None as `loss`. It calls the model as the
+            loop does.
         baseline: what else the loop itself does, such as `{"accumulation_steps": 4, "amp": "bf16"}`; it goes on doing so.
             An `Accelerator` that exists already is asked for its device, precision, compilation, sharding, options of DDP,
             accumulation and `split_batches`, and `accelerate launch` for what it says of these where there is none yet. Without
@@ -368,7 +369,7 @@ def _inputs_and_target(batch: Any) -> Sequence[Any]:
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise TaskError(
             f"a batch of the loader is {describe(batch)}, and it is not clear which part of it is the target of `loss`; "
-            "expected inputs and a target; else give training_step=lambda model, batch: ... in place of loss"
+            "expected inputs and a target; else give None as the loss, and training_step=lambda model, batch: ..."
         )
     return batch
 

@@ -144,7 +144,8 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
             that autotune did not make.
     """
     given = str(path_or_url)
-    file, shown = _database_file(given), without_password(given)
+    file = _database_file(given)
+    shown = str(file) if file is not None else without_password(given)
     if file is not None:
         _require_database(file)
     expected = "a database file such as studies/gpt.db, or a URL such as sqlite:///studies/gpt.db with --study NAME"

@@ -147,7 +147,7 @@ def _forget_siblings(folder: Path) -> None:
     """Drop imported neighbours of other model files that would hide a module of the same name in `folder`."""
     folders = {os.path.dirname(os.path.realpath(module.__file__)) for module in loaded_modules() if module.__file__}
     others = tuple(os.path.join(other, "") for other in folders - {str(folder)})
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and file.startswith(others) and not name.startswith(MODULE_PREFIX):
             top = folder / name.split(".")[0]

@@ -90,7 +90,7 @@ def name_of(path: Path, attribute: str = "") -> str:
 
 def loaded_modules() -> list[ModuleType]:
     """The model files that this process has run, as modules."""
-    return [module for name, module in list(sys.modules.items()) if name.startswith(MODULE_PREFIX)]
+    return [module for name, module in sys.modules.copy().items() if name.startswith(MODULE_PREFIX)]
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -215,7 +215,7 @@ def _files(source: TaskSource) -> dict[str, Path]:
 def imported_files() -> Iterator[tuple[str, Path]]:
     """Name and file of the user's own modules imported so far that belong to the task."""
     others = {*_STARTUP, *(module.__name__ for module in loaded_modules())}
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         package = sys.modules.get(name.partition(".")[0], module)
         # installed packages write modules into caches, too, as torch.compile does its kernels
         if name not in others and _is_users(module) and (_file(package) is None or _is_users(package)):

@@ -224,20 +224,23 @@ def _note_traces(search: Search) -> None:
 
 
 def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> None:
-    """End the search if nothing has run, and several configs that differ in more than the batch failed with the same error.
+    """End the search if nothing has run, and several configs that differ in more than the batch failed with the same error, or with a
+    loss that is not finite.
 
     Raises:
         TaskError: the error, where it arose in the user's code.
         OwnFault: the error, where it arose in autotune itself.
     """
     known = history.known
-    if ended is None or ended.outcome.kind is not Kind.ERROR or any(outcome.ok for outcome in known.values()):
+    if ended is None or any(outcome.ok for outcome in known.values()):
         return
-    cause = why.without_digits(ended.outcome.cause)
+    kind, cause = ended.outcome.kind, why.without_digits(ended.outcome.cause)
+    if kind not in (Kind.ERROR, Kind.NONFINITE):
+        return
     unlike = {
         config.replace(batch_size=1, accumulation_steps=1)
         for config, outcome in known.items()
-        if outcome.kind is Kind.ERROR and why.without_digits(outcome.cause) == cause
+        if outcome.kind is kind and why.without_digits(outcome.cause) == cause
     }
     if len(unlike) >= SAME_ERRORS:
         raise why.as_error(ended.outcome, f"{len(unlike)} different configs failed with this error, and none ran")

@@ -113,7 +113,7 @@ class Kept:
             study = (self.place if self.stored else self.own).study
             raise StudyError(
                 f"the study {study} has a memory limit of {format_bytes(earlier_bytes)}, but only {format_bytes(free_bytes)} are free "
-                "now; free memory, or give a --memory-limit that is free, which begins a study beside it"
+                "now; free memory, or give a --memory-limit that is free (memory_limit in a script), which begins a study beside it"
             )
         agreed = Fingerprint(
             memory_limit_bytes=limit_bytes or earlier_bytes or free_bytes,

@@ -46,7 +46,7 @@ Pair = tuple[Config, Config]  # with a change and without it
 
 
 def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
-    """The error to raise for an outcome of the kind `error`.
+    """The error to raise for an outcome of the kind `error`, or for a loss that is not finite.
 
     Args:
         consequence: text appended to the cause.

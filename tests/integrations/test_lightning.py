@@ -290,7 +290,9 @@ def test_a_batch_size_that_would_not_reach_the_training_loader_is_refused_before
     module, data = Module(), cls()
     module.save_hyperparameters({"batch_size": 2})
     trainer = trainer_of(tmp_path, callbacks=[integration.AutotuneCallback(**known(tmp_path))])
-    with pytest.raises(TaskError, match=r"where batch_size is 8, the training loader has batch_size=4.*batch_arg_name"):
+    with pytest.raises(
+        TaskError, match=r"batch_size set to 8, to try it, the training loader still has batch_size=4.*batch_arg_name"
+    ):
         trainer.fit(module, datamodule=data)
     assert not searched.tasks and trainer.accumulate_grad_batches == 24 and module.hparams["batch_size"] == 2
     assert cls is not FromHparams or data.hparams["batch_size"] == 4, "it is as it was"

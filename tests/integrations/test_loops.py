@@ -109,7 +109,7 @@ def test_batches_of_another_form_are_tuned_by_a_training_step_as_the_message_say
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows: Any = [{"image": image, "label": label} for image, label in dataset()]
     given = {"loader": DataLoader(rows, batch_size=16), "fix": {"channels_last": True}}
-    with pytest.raises(TaskError, match=r"training_step=lambda model, batch: \.\.\. in place of loss"):
+    with pytest.raises(TaskError, match=r"give None as the loss, and training_step=lambda model, batch: \.\.\."):
         tuned(tmp_path, model, optimizer, **given)
 
     def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -524,7 +524,8 @@ class TakingTime(Failing):
     def outcome_of(self, config, settings):
         took_s = self.each_s[min(len(self.configs), len(self.each_s) - 1)]
         self.waited_s += took_s
-        return replace(super().outcome_of(config, settings), wall_s=took_s)
+        found = super().outcome_of(config, settings)
+        return replace(found, wall_s=took_s, cause=found.cause and "so " * len(self.configs) + "different")
 
 
 @pytest.mark.parametrize("anything_fits", [True, False])
@@ -551,6 +552,14 @@ def test_without_a_baseline_that_runs_what_does_run_says_how_long_a_probe_may_ta
     assert not search.history.baseline.ok and timeout_s(search) == 45.0
     explore(search, search.proposer())
     assert search.history.best is not None and timeout_s(search) == 20.0
+
+
+def test_a_loss_that_is_finite_in_none_of_three_unlike_configs_ends_the_search(tmp_path):
+    search = make_search(tmp_path, runner := Failing(lambda config: True, Kind.NONFINITE), budget_s=200.0)
+    measure_baseline(search)
+    with pytest.raises(TaskError, match="3 different configs failed with this error, and none ran"):
+        explore(search, search.proposer())
+    assert len({config.replace(batch_size=1, accumulation_steps=1) for config in runner.configs}) == 3
 
 
 class Erring(ClosedFormRunner):
