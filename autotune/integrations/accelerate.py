@@ -34,11 +34,10 @@ from autotune.integrations.accelerator import (
     settings_of,
     watch_accelerators,
 )
-from autotune.integrations.base import search, techniques_saying
+from autotune.integrations.base import listeners_here, search, techniques_saying
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, BatchPlan, describe_batch, largest_batch_size
 from autotune.records.result import Result
 from autotune.recovery import BATCH_STATISTICS
-from autotune.report.live import listeners_of
 from autotune.task import Task, load_task
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
@@ -104,7 +103,7 @@ def find_executable_config(
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> T:
-            watched_by = listeners_of([] if launched_world().rank else listeners)
+            watched_by = listeners_here(listeners)
             if not found:
                 given = task if isinstance(task, Task) else load_task(task) if isinstance(task, str | Path) else task()
                 given, asked = _as_today(given, options, watched_by)

@@ -108,6 +108,11 @@ def set_to_train(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def listeners_here(listeners: Sequence[Listener] | None) -> Sequence[Listener]:
+    """Who watches in this process: of several that train together, the first alone tells the user."""
+    return listeners_of([] if launched_world().rank else listeners)
+
+
 def name_of(device: torch.device) -> str:
     """The name of a device that a framework trains on: some give the CPU the number of the process (`cpu:1`)."""
     known = TYPES.get(device.type)

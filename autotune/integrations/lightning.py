@@ -31,12 +31,20 @@ from autotune.devices import TYPES
 from autotune.errors import TaskError
 from autotune.export.base import arguments
 from autotune.group import launched_world
-from autotune.integrations.base import LiveModel, batch_of_all, name_of, read, require_said, search, words_of_changes
+from autotune.integrations.base import (
+    LiveModel,
+    batch_of_all,
+    listeners_here,
+    name_of,
+    read,
+    require_said,
+    search,
+    words_of_changes,
+)
 from autotune.integrations.loops import baseline_of, data_of
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.records.result import Result
-from autotune.report.live import listeners_of
 from autotune.task import Task
 from autotune.task.adapters import attach, is_lightning, overrides, sole_loader
 from autotune.task.trainer_stand_in import SilentLogger, TrainerStandIn
@@ -116,7 +124,7 @@ def tune(
     """
     loader = _loader_of(module, datamodule, trainer, train_dataloaders)
     task = _task(module, trainer, loader)
-    watched_by = listeners_of([] if launched_world().rank else listeners)
+    watched_by = listeners_here(listeners)
     if options.get("eval"):
         owner = datamodule or getattr(trainer, "datamodule", None)
         made = _made_of(module, owner, "val_dataloader", is_prepared=False)
@@ -235,7 +243,7 @@ class AutotuneCallback:
         loader = _loader_of(pl_module, None, trainer, is_prepared=True)
         task = _task(pl_module, trainer, loader)
         _require_read(pl_module, trainer, self._name, loader.batch_size)
-        watched_by = listeners_of([] if launched_world().rank else self._listeners)
+        watched_by = listeners_here(self._listeners)
         if options.get("eval"):
             task = replace(task, **_validated_on(_validation_loader(trainer, pl_module)))
         self.result = search(task, _FRAMEWORKS, options, watched_by, device=_device(trainer))

@@ -12,11 +12,11 @@ from autotune.randomness import keep_randomness
 from autotune.records.config import ALONE, Choice, Config, World
 from autotune.records.device import NOT_MEASURED, Calibration
 
-FEW = 2  # samples of a pass that is only tried
-
 if TYPE_CHECKING:
     from autotune.devices.base import Device
     from autotune.task import Task
+
+FEW = 2  # samples of a pass that is only tried
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from autotune.lazy import torch
 from autotune.randomness import keep_randomness
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
+from autotune.techniques.build import FEW
 from autotune.techniques.checkpoint_segments import buffers_of, copies_stand_in
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
 
@@ -21,7 +22,6 @@ Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 # Modules whose backward pass, when in place, needs only their result. torch's others (SiLU, Mish, Hardtanh) keep a copy of
 # their input instead, and save nothing (tools/autograd/derivatives.yaml).
 _FUNCTIONS = ("ReLU", "LeakyReLU", "ELU", "SELU", "CELU")
-_NUM_SAMPLES = 2
 _NUM_PASSES = 5  # a branch that a third of all passes take is missed with a probability of 13 %
 
 
@@ -71,7 +71,7 @@ class InplaceActivations(Switch):
         """Let the safe modules overwrite their input."""
         with keep_randomness(build.device.torch_device):
             try:
-                safe = _safe_in(build, min(_NUM_SAMPLES, build.config.batch_size))
+                safe = _safe_in(build, min(FEW, build.config.batch_size))
             except Exception:  # user code may fail with so few samples
                 safe = _safe_in(build, build.config.batch_size)
         if not safe:

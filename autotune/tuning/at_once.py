@@ -34,7 +34,8 @@ class AtOnce:
         self.slots = [*slots]
         is_known = kept is not None and kept.slots == tuple(slots)
         self.found = kept if kept is not None and is_known else Neighbours(slots=tuple(slots), most=len(slots))
-        self._is_settled = len(slots) < 2 or self.width < 2 or (self.width, True) in self._compared()
+        is_fine = any(width == self.width and loss <= MOST_LOSS for width, loss in self.found.losses)
+        self._is_settled = self.width < 2 or is_fine
         self._baseline: Config | None = None
         self._alone: list[float] = []  # logarithms of the baseline's speed
         self._beside: list[float] = []
@@ -100,10 +101,6 @@ class AtOnce:
         loads = space.techniques.loads_host
         heavy = capabilities_of(device).own_processors and bool(loads(config) - loads(space.baseline))
         return heavy or space.setup_s(config) > 0
-
-    def _compared(self) -> list[tuple[int, bool]]:
-        """How many probes at once the baseline was compared beside, and whether it lost no more than is allowed."""
-        return [(width, loss <= MOST_LOSS) for width, loss in self.found.losses]
 
     def _use_fewer(self, loss: float) -> str:
         before = self.width
