@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import json
@@ -14,8 +15,12 @@ from collections.abc import Sequence
 from autotune.cli.parser import ANSWERED, INTERRUPTED, USAGE, UsageError, build_parser
 from autotune.cli.process_title import hide_passwords
 from autotune.errors import AutotuneError
+from autotune.runners.start import started_ahead
 
 __all__ = ["main"]
+
+AHEAD = ("search", "probe", "verify")
+ELSEWHERE = ("replay", "runner", "script", "slots")  # the options with which others start what trains
 
 _NEXT_STEPS = {
     errno.ENOSPC: "free space on that disk",
@@ -43,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, as_json="--json" in given)
     code: int = ANSWERED
     try:
-        from autotune.cli import commands
+        with _ahead(options):
+            from autotune.cli import commands
 
-        code = getattr(commands, options.command)(options)
+            code = getattr(commands, options.command)(options)
         sys.stdout.flush()  # a full disk would show only when Python ends, and change the exit code
         return code
     except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
@@ -53,6 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except (Exception, KeyboardInterrupt) as error:
         return _fail(error, as_json="--json" in given, debug=options.debug)
+
+
+def _ahead(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Starts what imports torch while this process imports what searches, where the command trains a model file on this machine."""
+    if (
+        options.command not in AHEAD
+        or sys.platform != "linux"
+        or any(getattr(options, name, None) for name in ELSEWHERE)
+    ):
+        return contextlib.nullcontext()
+    return started_ahead()
 
 
 def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:

@@ -16,6 +16,7 @@ from autotune.devices.cpu import THREAD_VARIABLES, num_threads
 from autotune.devices.linux import cores
 from autotune.errors import StudyError, TaskError, describe_exit
 from autotune.runners.runner import ProbeFault
+from autotune.runners.start import BLAS_THREADS, Started, quiet, start, take
 from autotune.task.source import TaskSource
 from autotune.units import format_seconds
 
@@ -57,19 +58,23 @@ class Connection:
         self._source = source
         self._log, self._folder = log, folder
         self._processors = processors
-        self._process = self._start(fork, num_ranks)
+        started = self._start(fork, num_ranks)
+        self._process, self._socket = started.process, started.socket
+        self._replies = self._socket.makefile("r")
         self._socket.settimeout(import_timeout_s)
         try:
             line = self._replies.readline()
             if not line:
-                self._import_failed(describe_exit(self._process.wait()))
+                self._import_failed(describe_exit(self._process.wait()), started.printed)
         except TimeoutError:
             self.kill()  # or else it ends its import first, and complains in its log that nobody listens
             self.stop()
-            self._import_failed(f"did not end within {format_seconds(import_timeout_s)}")
+            self._import_failed(f"did not end within {format_seconds(import_timeout_s)}", started.printed)
         except BaseException:
             self.stop()
             raise
+        finally:
+            os.close(started.printed)
         self._socket.settimeout(None)
         self.hello: dict[str, Any] = json.loads(line)
         if "error" in self.hello:
@@ -113,56 +118,49 @@ class Connection:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _start(self, fork: bool, num_ranks: int) -> subprocess.Popen[bytes]:
+    def _start(self, fork: bool, num_ranks: int) -> Started:
+        """A supervisor that has been greeted; one that was started ahead, where it was started alike."""
         try:
-            log = self._log.open("wb")
+            self._log.write_bytes(b"")
         except OSError as error:
             raise StudyError(
                 f"the log {self._log} cannot be written: {error.strerror}; expected a file that may be "
                 "written, on a disk with room: fix that and run again"
             ) from error
-        environment = dict(os.environ)
-        blas_threads = 0
+        own = dict(os.environ)
         most_threads = num_threads()
         if self._processors is not None:
             most_threads = min(most_threads, len(cores(self._processors)))
         is_built_here = self._source is not None and not self._source.path  # by a script that may have told torch alone
         is_of_machine = self._processors is not None  # what is set is for the whole machine, and these are a part of it
         for variable in THREAD_VARIABLES:
-            if is_built_here or (is_of_machine and variable in environment):
-                environment[variable] = str(most_threads)
-        if "OPENBLAS_NUM_THREADS" not in environment:  # else numpy's BLAS starts threads in the fork server
-            environment["OPENBLAS_NUM_THREADS"] = "1"
-            blas_threads = most_threads
+            if is_built_here or (is_of_machine and variable in own):
+                own[variable] = str(most_threads)
+        environment = quiet(own)
+        imports = self._source is not None
+        ahead = take(environment) if imports and self._processors is None else None
+        started = ahead or start(environment, imports=imports, processors=self._processors)
         greeting = {
             "source": None if self._source is None else self._source.to_dict(),
-            "blas_threads": blas_threads,
+            "blas_threads": 0 if BLAS_THREADS in own else most_threads,
             "fork": fork,
             "num_ranks": num_ranks,
-            "parent": os.getpid(),
             "folder": self._folder,
-            "processors": None if self._processors is None else sorted(self._processors),
+            "log": str(self._log),
         }
-        self._socket, theirs = socket.socketpair()
-        self._replies = self._socket.makefile("r")
-        with log, theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "autotune.runners.supervisor", str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,
-            )
-        assert process.stdin is not None
+        os.write(started.folder, self._folder.encode())
+        os.close(started.folder)
+        assert started.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(greeting).encode() + b"\n")
-            process.stdin.close()
-        return process
+            started.process.stdin.write(json.dumps(greeting).encode() + b"\n")
+            started.process.stdin.close()
+        return started
 
-    def _import_failed(self, what: str) -> NoReturn:
-        tail = self._log.read_text(encoding="utf-8", errors="replace").strip()[-1500:]
+    def _import_failed(self, what: str, printed: int) -> NoReturn:
+        said = self._log.read_bytes() or os.pread(
+            printed, os.fstat(printed).st_size, 0
+        )  # the latter until it knew its log
+        tail = said.decode(errors="replace").strip()[-1500:]
         label = self._source.label if self._source is not None else "autotune"
         see = "give the search a longer budget if its modules take long to import"
         if self._source is None or self._source.path:

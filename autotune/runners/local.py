@@ -32,6 +32,7 @@ from autotune.runners.jobs import CheckJob, ConfigJob, Job, MeasureJob, TracingJ
 from autotune.runners.logs import Logs
 from autotune.runners.ranks import Part
 from autotune.runners.runner import Finished, ProbeFault, Runner, Stated
+from autotune.runners.start import held_ahead_bytes
 from autotune.task.source import TaskSource
 from autotune.units import format_bytes, format_seconds
 
@@ -89,6 +90,8 @@ class OneSlotRunner(Runner):
     def slots(self) -> tuple[Slot, ...]:
         """One, on the device or the group of them, with what is free now for each process."""
         info = self._device.info()
+        if not self._device.capabilities.own_memory:
+            info = replace(info, free_bytes=info.free_bytes + held_ahead_bytes())
         if len(self._devices) > 1 and not self._device.capabilities.own_memory:
             info = replace(info, free_bytes=info.free_bytes // len(self._devices))
         elif len(self._devices) > 1:

@@ -38,18 +38,25 @@ _GIVE_UP_S = 5.0  # killed processes that have not ended by then are stuck in a 
 
 
 def main() -> None:
-    """Serve requests on the socket whose descriptor is the first argument, until it is closed."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    greeting = json.loads(sys.stdin.readline())
-    source, blas_threads = greeting["source"], greeting["blas_threads"]
-    if greeting["processors"] is not None:  # before torch asks how many there are
-        os.sched_setaffinity(0, greeting["processors"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    """Serve requests on a socket until it is closed. The first argument says how it was started (`autotune.runners.start`)."""
+    started = json.loads(sys.argv[1])
+    connection = socket.socket(fileno=started["socket"])
+    if started["processors"] is not None:  # before torch asks how many there are
+        os.sched_setaffinity(0, started["processors"])
     for number in (signal.SIGINT, signal.SIGTERM):  # what these end, the search decides
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     end_with_parent()  # an import may hang, and nobody reads the socket then
-    with _guarded(greeting, connection):
+    with _guarded(started, connection):
+        if started["imports"]:
+            # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
+            os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+            with _without_collecting():
+                _import_everything()
+        greeting = json.loads(sys.stdin.readline())
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        _print_to(greeting["log"])
+        source, blas_threads = greeting["source"], greeting["blas_threads"]
         hello, task = _import(source, greeting) if source is not None else ({"no_fork": ""}, None)
     _own_children.update(_children())  # a server that the user's module has started, say, which every job uses
     end_with_parent(False)  # from here on the closed socket says so, and what a probe left behind is reaped
@@ -65,24 +72,41 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _guarded(greeting: dict[str, Any], connection: socket.socket) -> Iterator[None]:
+def _guarded(started: dict[str, Any], connection: socket.socket) -> Iterator[None]:
     """Let another process remove the search's folder where the search dies inside the block, and this process with it."""
     search, importing = (open_process(pid) for pid in (os.getppid(), os.getpid()))
-    if os.getppid() != greeting["parent"]:
-        shutil.rmtree(greeting["folder"], ignore_errors=True)
+    if os.getppid() != started["parent"]:
+        _remove_told(started["folder"])
         os._exit(0)
     if not (guard := os.fork()):
         os.close(connection.detach())
         has_ended(importing, None)
         if has_ended(search, _DEATH_S):
-            shutil.rmtree(greeting["folder"], ignore_errors=True)
+            _remove_told(started["folder"])
         os._exit(0)
-    for process in (search, importing):
-        os.close(process)
+    for descriptor in (search, importing, started["folder"]):
+        os.close(descriptor)
     yield
     with contextlib.suppress(ProcessLookupError, ChildProcessError):  # the user's module may have waited for it
         os.kill(guard, signal.SIGKILL)
         os.waitpid(guard, 0)
+
+
+def _remove_told(descriptor: int) -> None:
+    """Remove the folder whose name a search that has died wrote into a pipe, if it had come so far."""
+    with contextlib.suppress(BlockingIOError):  # another process holds the pipe open, and nothing was written
+        if name := os.read(descriptor, select.PIPE_BUF):
+            shutil.rmtree(os.fsdecode(name), ignore_errors=True)
+
+
+def _print_to(log: str) -> None:
+    """Let this process print to a log, which begins with what it has printed so far."""
+    sys.stdout.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.write(descriptor, os.pread(1, os.fstat(1).st_size, 0))
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
 
 
 class Inbox:
@@ -125,17 +149,18 @@ class Inbox:
 
 
 def _import(source: dict[str, Any], greeting: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Import torch and the user's module. Returns the greeting and the task (None where forking is not safe)."""
+    """Import the user's module. Returns what the search is told of it, and the task (None where forking is not safe)."""
+    import torch
+
     from autotune.errors import AutotuneError
     from autotune.runners.runner import Stated
     from autotune.task.loading import load_source
     from autotune.task.source import TaskSource
     from autotune.units import plural
 
-    # else `torch.cuda.is_available()` in the user's module calls cuInit, after which no fork can use the GPU
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    with _without_collecting():
-        _import_everything(greeting["num_ranks"])
+    if greeting["num_ranks"] > 1 and torch.distributed.is_available():
+        with _without_collecting():
+            import torch.distributed.optim
     origin = TaskSource.from_dict(source)
     before = _num_threads()
     try:
@@ -170,15 +195,12 @@ def _without_collecting() -> Iterator[None]:
         gc.enable()
 
 
-def _import_everything(num_ranks: int = 1) -> None:
+def _import_everything() -> None:
     """Import all that a probe needs, so that it is there after a fork: also what torch imports late."""
     import threadpoolctl  # noqa: F401
     import torch
     import torch._dynamo  # an optimizer's first step imports it, which takes a second or two
     import torch.utils.checkpoint
-
-    if num_ranks > 1 and torch.distributed.is_available():
-        import torch.distributed.optim
 
     import autotune.probe.checks
     import autotune.probe.inspection
