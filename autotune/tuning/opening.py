@@ -54,6 +54,8 @@ from autotune.tuning.trace_ahead import Tracing, trace_for
 from autotune.units import format_bytes
 from autotune.version import __version__
 
+MOST_OVER = 1.1  # the limit of a study may be so many times what is free
+LIMIT_BITS = 5  # that count of a limit which is rounded: it is less than 1/16 below what is free
 MIN_COMPARING_S = 1.0
 COMPARING_SHARE = 0.02  # of the budget, for finding out whether a batch may be cut
 MAX_TRACE_SHARE = 0.05  # of the budget, for tracing between the probes
@@ -94,6 +96,26 @@ class Kept:
             )
         return found
 
+    def with_what_is_free(self, options: SearchOptions, free_bytes: int) -> tuple[SearchOptions, Kept]:
+        """The options, and where the search is kept, with a limit that is free now where the study's is not and none was asked for.
+
+        The limit is rounded, so that a later search finds the same study. Searches that share a study do not part without being told to.
+        """
+        if options.memory_limit_bytes is not None or self.place.is_shared or not self._needs_more_than(free_bytes):
+            return options, self
+        step = 1 << max(0, free_bytes.bit_length() - LIMIT_BITS)
+        down = free_bytes // step * step
+        for limit_bytes in (down + step, down):  # the former is what a search with a little more began
+            own, place = self.own.within(limit_bytes), self.place.within(limit_bytes)
+            if stored := stored_facts(place):
+                break
+        beside = Kept(place=place, stored=stored, own=own, earlier=stored or stored_facts(own))
+        return replace(options, memory_limit_bytes=limit_bytes), beside
+
+    def _needs_more_than(self, free_bytes: int) -> bool:
+        earlier_bytes = self.earlier.fingerprint.memory_limit_bytes if self.earlier else None
+        return earlier_bytes is not None and earlier_bytes > MOST_OVER * free_bytes
+
     def agree(self, options: SearchOptions, free_bytes: int, *, environment: bool) -> Fingerprint:
         """What must be equal for measurements to be comparable, as far as it is known before the model is imported.
 
@@ -103,13 +125,13 @@ class Kept:
             environment: whether what the environment says of the processor's arithmetic holds for the runner.
 
         Raises:
-            StudyError: the resumed study's memory limit is not free now, or the study has other values.
+            StudyError: the memory limit of a study that is shared is not free here, or the study has other values.
         """
         limit_bytes = options.memory_limit_bytes
         earlier_bytes = self.earlier.fingerprint.memory_limit_bytes if self.earlier else None
         if limit_bytes is None and earlier_bytes is None:
             earlier_bytes = agree_on_limit(self.place, free_bytes)
-        if limit_bytes is None and earlier_bytes is not None and earlier_bytes > 1.1 * free_bytes:
+        if limit_bytes is None and earlier_bytes is not None and earlier_bytes > MOST_OVER * free_bytes:
             study = (self.place if self.stored else self.own).study
             raise StudyError(
                 f"the study {study} has a memory limit of {format_bytes(earlier_bytes)}, but only {format_bytes(free_bytes)} are free "
@@ -194,8 +216,6 @@ def open_search(
         stack.enter_context(listener)
         interruption = stack.enter_context(interruptible(listener.tell))
         kept = stack.enter_context(lock_places(options, source, runner, fixed, techniques, found))
-        for note in kept.notes(options):
-            listener.tell(note)
         if runner is None:
             assert source is not None
             runner = _local_runner(source, options, kept.place, found)
@@ -204,6 +224,12 @@ def open_search(
             slots = runner.slots()
             device, free_bytes = slots[0].device, min(slot.device.free_bytes for slot in slots)
             _require_figure(options, slots)
+            asked_for = options.memory_limit_bytes
+            options, kept = kept.with_what_is_free(options, free_bytes)
+            if options.memory_limit_bytes != asked_for:
+                listener.tell(f"only {format_bytes(free_bytes)} are free now, less than this study's memory limit")
+            for note in kept.notes(options):
+                listener.tell(note)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
             asked = {**runner.devices_here, **kept.options_to_repeat(options, source)}
             # the cache of a deleted study: how long compiling takes is measured without it

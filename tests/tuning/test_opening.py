@@ -14,6 +14,7 @@ import pytest
 import autotune
 from autotune.errors import ConfigError, StudyError
 from autotune.records.config import World
+from autotune.records.device import Slot
 from autotune.records.inspection import Inspection, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.result import Result
@@ -188,6 +189,49 @@ def test_another_memory_limit_begins_a_study_beside_the_old_one_and_goes_on_with
         )
         assert told == (options["memory_limit"] is None)
     assert (load_study(tmp_path / "gpt.db", study=smaller.study).memory_limit_bytes) == 400 * MIB
+
+
+class Shrunken(ClosedFormRunner):
+    """On a device of which others hold a part now."""
+
+    def __init__(self, free_bytes: int) -> None:
+        super().__init__()
+        self.free_bytes = free_bytes
+
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(
+            dataclasses.replace(slot, device=dataclasses.replace(slot.device, free_bytes=self.free_bytes))
+            for slot in super().slots()
+        )
+
+
+def opened_with(free_bytes: float, storage: object) -> tuple[str, int, list[str]]:
+    """The study of a search that was asked for no limit, its limit, and what was noted, where so much is free."""
+    notes = Notes()
+    with open_search(None, SearchOptions(storage=str(storage)), Shrunken(int(free_bytes)), notes) as opened:
+        return opened.store.place.study, opened.history.objective.memory_limit_bytes, notes.texts
+
+
+def test_a_limit_that_is_not_free_any_more_begins_a_study_beside_with_one_that_is(tmp_path: Path) -> None:
+    first, limit_bytes, noted = opened_with(10 * GIB, tmp_path / "closed.db")
+    assert (limit_bytes, noted) == (10 * GIB, [])
+    assert opened_with(9.2 * GIB, tmp_path / "closed.db") == (first, 10 * GIB, [])  # a little over
+    smaller, limit_bytes, noted = opened_with(8.3 * GIB, tmp_path / "closed.db")
+    assert (smaller, limit_bytes) == (f"{first} memory_limit=8GiB", 8 * GIB)
+    assert noted == [
+        "only 8.30 GiB are free now, less than this study's memory limit",
+        f"the study {first} has another memory limit; this search is kept beside it, in '{smaller}'",
+    ]
+    for free_bytes in (8.1 * GIB, 7.8 * GIB):  # about as much: the same study
+        assert opened_with(free_bytes, tmp_path / "closed.db")[:2] == (smaller, 8 * GIB)
+    assert opened_with(11 * GIB, tmp_path / "closed.db") == (first, 10 * GIB, [])
+
+
+def test_searches_that_share_a_study_do_not_part_where_one_has_less_memory(tmp_path: Path) -> None:
+    storage = f"journal:///{tmp_path / 'closed.log'}"
+    opened_with(10 * GIB, storage)
+    with pytest.raises(StudyError, match=r"has a memory limit of 10\.0 GiB, but only 8\.00 GiB are free"):
+        opened_with(8 * GIB, storage)
 
 
 def test_of_studies_with_several_limits_the_last_that_was_searched_is_read_and_names_the_others(tmp_path: Path) -> None:
