@@ -5,6 +5,7 @@ may be excused (the machine stood still), tried again, or rule out similar confi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -246,9 +247,32 @@ class History:
                 smallest[key] = min(config.batch_size, smallest.get(key, config.batch_size))
         return smallest
 
+    def _smallest_that_raises(self) -> float:
+        """The batch size from which the model raises an error, whatever else is chosen; infinite where no such size is known.
+
+        It takes the same error twice, once in a config that has run with a smaller batch and differs in nothing else.
+        """
+        ran = [config for config, outcome in self.known.items() if outcome.ok]
+        smallest: dict[Config, int] = {}
+        for config in ran:
+            key = _without_batch(config)
+            smallest[key] = min(config.batch_size, smallest.get(key, config.batch_size))
+        raised: dict[str, list[Config]] = {}
+        for config, outcome in self.known.items():
+            if outcome.kind is Kind.ERROR and not outcome.too_few_samples and not outcome.device_fault:
+                raised.setdefault(re.sub(r"\d+", "0", outcome.cause), []).append(config)
+        by_batch = [
+            config.batch_size
+            for configs in raised.values()
+            for config in configs
+            if len(configs) > 1 and smallest.get(_without_batch(config), math.inf) < config.batch_size
+        ]
+        largest = max((config.batch_size for config in ran), default=0)
+        return min((size for size in by_batch if size > largest), default=math.inf)
+
     def admissible(self) -> Callable[[Config], bool]:
         """Make a test whether a config may be probed: it is in the space, neither known nor running, not too slow to set up or to step, and
-        no failure shows that it is too large, hangs, is unsupported or needs more samples than there are.
+        no failure shows that it is too large, raises, hangs, is unsupported or needs more samples than there are.
         """
         on = self.space.techniques.switched_on
         known, too_large, hangs = self.known, self._smallest_too_large(), KnownHangs(self.known)
@@ -257,7 +281,7 @@ class History:
         unsupported = [choices for choices in together if choices]
         # workers may share out the samples, so further loader options cannot make them suffice
         too_few = [(c.batch_size, set(on(c, Phase.LOADER))) for c, outcome in known.items() if outcome.too_few_samples]
-        largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
+        largest, raises, setup_left_s = self.largest_batch_size, self._smallest_that_raises(), self._setup_left_s(self)
         in_flight = self.in_flight
 
         def cannot_be(config: Config) -> bool:
@@ -273,6 +297,7 @@ class History:
                 config not in known
                 and config not in in_flight
                 and config.batch_size <= largest
+                and config.batch_size < raises
                 and not (too_large and config.batch_size >= too_large.get(_without_batch(config), math.inf))
                 and not hangs.rules_out(config)
                 and not cannot_be(config)

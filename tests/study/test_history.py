@@ -35,6 +35,10 @@ def ran(of, samples_per_s, peak_bytes=2**20):
     return Outcome(kind=Kind.OK, measurement=measurement(of, samples_per_s, peak_bytes), wall_s=0.1)
 
 
+def error(cause):
+    return Outcome(kind=Kind.ERROR, cause=cause, wall_s=0.1)
+
+
 def trial(of, outcome, stage="search", number=0):
     feasible = OBJECTIVE.feasible(outcome)
     return Trial(
@@ -129,6 +133,36 @@ def test_a_batch_that_the_training_set_cannot_make_is_not_tried_again_nor_a_larg
     may_be_probed = history(trial(config(12, amp="bf16"), too_few)).admissible()
     assert not any(map(may_be_probed, (config(12), config(16), config(48, optimizer_impl="fused"))))
     assert may_be_probed(config(8, amp="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("others", "is_left"),
+    [
+        ([], True),  # a full disk, say, raises once
+        ([trial(config(32, amp="bf16"), error("for 32 samples, expected at most 12"))], False),
+        ([trial(config(32, amp="bf16"), error("bf16 is not implemented"))], True),
+        # it was not the batch
+        (
+            [
+                trial(config(32, amp="bf16"), error("for 32 samples, expected at most 12")),
+                trial(config(48), ran(config(48), 10.0)),
+            ],
+            True,
+        ),
+    ],
+)
+def test_what_raises_with_a_large_batch_is_not_tried_with_it_or_a_larger_one(others, is_left):
+    raised = trial(config(16), error("for 16 samples, expected at most 12"))
+    may_be_probed = history(trial(config(8), ran(config(8), 10.0)), raised, *others).admissible()
+    assert may_be_probed(config(24, amp="bf16")) == may_be_probed(config(96)) == is_left
+    assert may_be_probed(config(12)) and may_be_probed(config(12, amp="bf16"))
+
+
+def test_an_error_of_a_choice_rules_out_no_batch():
+    """It was never seen to run, so the batch is not to blame."""
+    raised = [trial(config(size, amp="bf16"), error("bf16 is not implemented")) for size in (16, 32)]
+    may_be_probed = history(trial(config(8), ran(config(8), 10.0)), *raised).admissible()
+    assert may_be_probed(config(48))
 
 
 def test_a_batch_that_data_workers_cannot_make_may_be_made_without_them():
