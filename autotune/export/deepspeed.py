@@ -24,9 +24,8 @@ class DeepSpeed(Exporter):
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """One section or number for each key. With the batch of all processes, DeepSpeed refuses another number of them."""
         said, unsaid = arguments(result, space, (DEEPSPEED,), _UNSAID)
-        found, number = said[DEEPSPEED], result.subject.num_processes
-        if number > 1:
-            plan = BatchPlan(int(result.config[BATCH_SIZE]), int(result.config[ACCUMULATION]), World(size=number))
-            found["train_batch_size"] = plan.samples_per_step
+        found, world = said[DEEPSPEED], World(size=result.subject.num_processes)
+        plan = BatchPlan(int(result.config[BATCH_SIZE]), int(result.config[ACCUMULATION]), world)
+        found["train_batch_size"] = plan.samples_per_step
         unsaid |= unsaid_clipping(result, "`gradient_clipping`")
         return Export(json.dumps(found, indent=2), {**unsaid, **launching(result)})

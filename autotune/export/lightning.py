@@ -51,8 +51,7 @@ class Lightning(Exporter):
         trainer = said[LIGHTNING]
         text: dict[str, Any] = {"trainer": said[LIGHTNING], "dataloader": said[DATALOADER]}
         number, places = result.subject.num_processes, result.places.get(SPREAD, {})
-        if number > 1:
-            trainer["devices"] = number
+        trainer |= _devices(result)
         if shards_parameters(result.config) and places:
             sizes = {"data_parallel_size": number, "tensor_parallel_size": 1}
             trainer["strategy"] = {"class_path": f"{_STRATEGIES}.ModelParallelStrategy", "init_args": sizes}
@@ -67,6 +66,14 @@ class Lightning(Exporter):
             )
         unsaid |= unsaid_clipping(result, "Trainer(gradient_clip_val=...)")
         return Export(json.dumps(text, indent=2), {**unsaid, **unknown_of_copies(result)})
+
+
+def _devices(result: Result) -> dict[str, Any]:
+    """The devices that train. Without them a Trainer takes all that the machine has, and the global batch grows with them."""
+    device, number = result.subject.device, result.subject.num_processes
+    if device.startswith("cpu"):
+        return {"accelerator": "cpu", "devices": number}
+    return {"accelerator": "gpu", "devices": [int(device.partition(":")[2])] if number == 1 else number}
 
 
 def _configure_model(result: Result) -> tuple[list[str], list[str], bool]:

@@ -43,8 +43,20 @@ class Transformers(Exporter):
         optim, untold = _users_adamw(result, found, space)
         return Export(
             json.dumps({**found, **unclipped, **optim, **device}, indent=2),
-            {**unsaid, **untold, **unknown_of_copies(result), **launching(result)},
+            {**unsaid, **untold, **unknown_of_copies(result), **launching(result), **_one_gpu(result)},
         )
+
+
+def _one_gpu(result: Result) -> dict[str, str]:
+    """How a Trainer is kept to the one GPU of the answer; nothing where several processes train, or the CPU does."""
+    subject = result.subject
+    if subject.num_processes > 1 or subject.device.startswith("cpu"):
+        return {}
+    number = subject.device.partition(":")[2]
+    return {
+        "num_processes": f"1: a Trainer takes a batch for each GPU that it sees; where there are several, start the script with "
+        f"CUDA_VISIBLE_DEVICES={number}"
+    }
 
 
 def _trains_unclipped(result: Result) -> bool:

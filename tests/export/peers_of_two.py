@@ -155,7 +155,6 @@ def run_lightning(result: Result, folder: Path) -> list[float]:
         said["trainer"]["strategy"] = getattr(import_module(module), name)(**strategy["init_args"])
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = lightning.Trainer(
-        accelerator="cpu",
         max_epochs=NUM_STEPS,
         default_root_dir=folder,
         **dict.fromkeys(quiet, False),

@@ -225,6 +225,17 @@ def test_how_many_processes_train_is_said_or_listed() -> None:
         assert "num_processes" not in export(RESULT, name).unsaid
 
 
+def test_an_answer_for_one_device_is_kept_to_it_on_a_machine_that_has_more() -> None:
+    def of_trainer(result: Result) -> tuple[Any, Any]:
+        trainer = json.loads(export(result, "lightning").text)["trainer"]
+        return trainer["accelerator"], trainer["devices"]
+
+    on_gpu = but(RESULT, device="cuda:2")
+    assert (of_trainer(RESULT), of_trainer(on_gpu), of_trainer(of_world())) == (("cpu", 1), ("gpu", [2]), ("gpu", 2))
+    assert json.loads(export(RESULT, "deepspeed").text)["train_batch_size"] == 24 * 2
+    assert export(on_gpu, "transformers").unsaid["num_processes"].endswith("start the script with CUDA_VISIBLE_DEVICES=2")
+
+
 def test_options_of_ddp_are_said_or_listed() -> None:
     unused = {"parallel": {"find_unused_parameters": True}}
     result = of_world(bucket_mb=5, ddp_bucket_view=True, places=unused)

@@ -89,7 +89,7 @@ def test_a_trainer_of_lightning_steps_once_a_global_batch_in_the_precision(tmp_p
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **quiet, **said["trainer"])
+    trainer = lightning.Trainer(max_epochs=1, default_root_dir=tmp_path, **quiet, **said["trainer"])
     trainer.fit(Module(), torch.utils.data.DataLoader(dataset(), **said["dataloader"]))
     assert said["dataloader"]["shuffle"] and seen == [(24, torch.bfloat16)] * 40
     assert trainer.global_step == 960 // GLOBAL_BATCH

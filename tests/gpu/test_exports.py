@@ -95,7 +95,7 @@ def test_lightnings_trainer_takes_steps_on_the_gpu(tmp_path: Path) -> None:
                 return torch.optim.AdamW(self.parameters())
 
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = lightning.Trainer(accelerator="gpu", max_steps=4, **quiet, **said["trainer"])
+        trainer = lightning.Trainer(max_steps=4, **quiet, **said["trainer"])
         module = Module()
         seen = seen_by(module.linear)
         trainer.fit(module, torch.utils.data.DataLoader(dataset(), **said["dataloader"]))
