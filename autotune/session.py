@@ -25,7 +25,7 @@ from autotune.step_loader import StepLoader, micro_loader, one_by_one, without_s
 from autotune.task import Task, load_task
 from autotune.task.adapters import begin_counting, count_step
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
-from autotune.task.losses import shares_of
+from autotune.task.losses import WithTerms, shares_of
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build, Spread
 from autotune.techniques.tensors.spread import copies_of, start_equal
@@ -73,7 +73,7 @@ class Session:
         self.evaluator = Evaluator(build, self.ready, halves=recovery is not None)
         self.own_loss: torch.Tensor | None = None
         self._position = 0  # of the micro batch that `accumulate` has come to
-        self._has_terms: Any = None  # the first micro batch in a world that had any
+        self._with_terms = WithTerms()
 
     def step(self, batch: Any) -> torch.Tensor:
         """Take one optimizer step on all the samples of `batch`.
@@ -169,18 +169,6 @@ class Session:
             total = total + torch.where(share > 0, loss, torch.zeros_like(loss))
         self.own_loss = total
         return sum_over(total / self.world.size).to(loss.dtype)
-
-    def _with_terms(self, micro_batches: list[Any], terms: list[float], of_all: torch.Tensor) -> list[Any]:
-        """The micro batches, each that has no terms replaced by one that has: the mean over nothing is NaN, and zero times that as well.
-
-        That one is of the step, or of an earlier one. Where there was none, and where no process has terms, they stay.
-        """
-        some = next((micro for micro, number in zip(micro_batches, terms, strict=True) if number > 0), self._has_terms)
-        if self._has_terms is None:
-            self._has_terms = some
-        if min(terms) > 0 or some is None or not of_all > 0:
-            return micro_batches
-        return [micro if number > 0 else some for micro, number in zip(micro_batches, terms, strict=True)]
 
     def loss(self, micro_batch: Any) -> torch.Tensor:
         """The mean loss of one micro batch, with gradient, as `step` computes it. This runs the forward pass only."""

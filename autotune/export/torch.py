@@ -110,12 +110,13 @@ def step(micro_batches):
 """
 # gradients are averaged over the processes, so that a share is one of all their terms, times their number
 _TOGETHER = """
-weights = {weights}
-weights = torch.tensor(weights, dtype=torch.float64, device=DEVICE)
-terms = sum_over(weights.sum())
-shares = torch.where(terms > 0, weights * WORLD_SIZE / terms, 1 / len(weights))
+terms = {weights}
+weights = torch.tensor(terms, dtype=torch.float64, device=DEVICE)
+of_all = sum_over(weights.sum())
+shares = torch.where(of_all > 0, weights * WORLD_SIZE / of_all, 1 / len(weights))
 mean_loss = torch.zeros((), dtype=torch.float64, device=DEVICE)
-for number, ((batch, _), share) in enumerate(zip(micro_batches, shares, strict=True)):
+taken = with_terms([batch for batch, _ in micro_batches], terms, of_all)
+for number, (batch, share) in enumerate(zip(taken, shares, strict=True)):
     with spread.synchronizing(number == len(weights) - 1):
         {micro}
         loss = loss * share.to(loss.dtype)
@@ -393,6 +394,8 @@ class _Script:
         else:
             body = ["((batch, _),) = micro_batches", *micro, backward, "mean_loss = loss.detach()"]
             told = "Returns the mean loss."
+        if self.together:
+            yield "\n\nwith_terms = WithTerms()"
         yield _def_step(told, [*self._within(At.STEP, body), *self._update(), f"return {result}"])
 
     def _ready(self) -> list[str]:

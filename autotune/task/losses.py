@@ -85,6 +85,31 @@ def shares_of(weights: list[float]) -> list[float]:
     return [weight / total for weight in weights] if total else [1 / len(weights)] * len(weights)
 
 
+class WithTerms:
+    """In a process of several, puts a micro batch that has terms in the place of one that has none.
+
+    The mean over nothing is NaN, and zero times that as well. The other one is of the step, or of an earlier step. Where there was
+    none, and where no process has terms, the micro batches stay.
+    """
+
+    def __init__(self) -> None:
+        self._known: Any = None  # the first micro batch that had any
+
+    def __call__(self, micro_batches: list[Any], terms: list[float], of_all: torch.Tensor) -> list[Any]:
+        """The micro batches of a step to train on.
+
+        Args:
+            terms: of each.
+            of_all: the terms of all processes.
+        """
+        some = next((micro for micro, number in zip(micro_batches, terms, strict=True) if number > 0), self._known)
+        if self._known is None:
+            self._known = some
+        if min(terms) > 0 or some is None or not of_all > 0:
+            return micro_batches
+        return [micro if number > 0 else some for micro, number in zip(micro_batches, terms, strict=True)]
+
+
 def _cross_entropy(logits: torch.Tensor, y: torch.Tensor, batch: Any) -> torch.Tensor:
     scores = logits.dim() == y.dim() + 1 and y.dim() > 0
     class_last = scores and logits.shape[:-1] == y.shape and logits.shape[-1] > 1

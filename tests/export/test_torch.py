@@ -164,6 +164,13 @@ class Stream(torch.utils.data.IterableDataset):
         return (self.samples[number] for number in torch.randperm(len(self.samples)))
 """
 )
+# Every third sample has no target that counts, and the mean over none is 0 / 0.
+MASKED = LINES.replace("torch.randint(1, 8, (int(n),))", "torch.randint(2, (int(n),))").replace("(2, 9, (60,)", "(2, 4, (60,)")
+MASKED = MASKED.replace(
+    "return nn.functional.cross_entropy(scores, batch[:, 1:].flatten(), ignore_index=0)",
+    "losses = nn.functional.cross_entropy(scores, batch[:, 1:].flatten(), reduction='none')\n"
+    "    return (losses * batch[:, 1:].flatten()).sum() / batch[:, 1:].sum()",
+)
 CONFIGS_OF_TWO: dict[str, list[dict[str, Any]]] = {
     "lines": [
         {"batch_size": 2, "accumulation_steps": 2, "ddp_bucket_view": True, "bucket_mb": 1},
@@ -174,6 +181,7 @@ CONFIGS_OF_TWO: dict[str, list[dict[str, Any]]] = {
         {"batch_size": 4, "parallel": "hsdp:1", "shard_offload": True},
     ],
     "stream": [{"batch_size": 4}],
+    "masked": [{"batch_size": 1, "accumulation_steps": 4}],
 }
 # Runs each exported file as the session is run, and keeps what it came to.
 DRIVER = """
@@ -261,7 +269,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def test_in_a_world_its_ranks_take_the_sessions_steps_to_the_last_bit(tmp_path: Path) -> None:
-    for kind, model in (("lines", LINES), ("stream", STREAM)):
+    for kind, model in (("lines", LINES), ("stream", STREAM), ("masked", MASKED)):
         (tmp_path / f"{kind}.py").write_text(model)
     with Ranks(2) as ranks:
         for kind, configs in CONFIGS_OF_TWO.items():
