@@ -181,17 +181,25 @@ class Together:
 
     def extremes(self, value: float) -> tuple[float, float]:
         """The smallest and the largest of the processes' values; they wait for each other."""
-        if self._size == 1:
-            return value, value
-        values = torch.tensor([-value, value], dtype=torch.float64, device=host_or(self._device))
-        distributed.all_reduce(values, distributed.ReduceOp.MAX)
-        negative, largest = values.tolist()
-        return -negative, largest
+        return (value, value) if self._size == 1 else extremes(value, self._device)
 
     def agree(self, value: float) -> bool:
         """Whether all processes have the same value."""
-        smallest, largest = self.extremes(value)
-        return smallest == largest
+        return self._size == 1 or agree(value, self._device)
+
+
+def extremes(value: float, device: torch.device) -> tuple[float, float]:
+    """The smallest and the largest of the values of all processes of the group; they wait for each other."""
+    values = torch.tensor([-value, value], dtype=torch.float64, device=host_or(device))
+    distributed.all_reduce(values, distributed.ReduceOp.MAX)
+    negative, largest = values.tolist()
+    return -negative, largest
+
+
+def agree(value: float, device: torch.device) -> bool:
+    """Whether all processes of the group have the same value; they wait for each other."""
+    smallest, largest = extremes(value, device)
+    return smallest == largest
 
 
 def gather(value: Any) -> list[Any]:

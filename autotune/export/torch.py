@@ -24,6 +24,7 @@ _MODULES = (
     "autotune.task.losses",
     "autotune.task.adapters",
     "autotune.techniques.tensors.spread",
+    "autotune.group",
     "autotune.shares",
     "autotune.session",
 )
@@ -89,11 +90,15 @@ dataset = train_dataset()
 _STEPS = """
 
 def steps():
-    \"\"\"The micro batches of each optimizer step, with how many samples each has.\"\"\"
+    \"\"\"The micro batches of each optimizer step, with how many samples each has.{ends}\"\"\"
 {streams}
-    while micro_batches := list(itertools.islice(batches, ACCUMULATION_STEPS)):
+    while {more}:
         yield micro_batches
 """
+_MORE = "micro_batches := list(itertools.islice(batches, ACCUMULATION_STEPS))"
+# the streams of several processes may end apart, and a process that goes on alone waits for the others
+_MORE_OF_ALL = f"agree(len({_MORE}), DEVICE) and micro_batches"
+_ENDS_FOR_ALL = " The first stream that ends, ends the pass in all processes."
 _NUM_TERMS = """
 
 def num_terms(batch, num_samples):
@@ -179,6 +184,7 @@ class _Script:
         self.is_of_file = bool(result.subject.model and result.subject.parts)
         self.parts = set(result.subject.parts) or {"build_model", "make_batch", "training_step"}
         self.accumulates = int(result.config[ACCUMULATION]) > 1
+        self.streams = "IterableDataset" in self.parts
         self.num_processes = result.subject.num_processes
         self.together = self.num_processes > 1
         self.weighs = self.accumulates or self.together
@@ -345,12 +351,13 @@ class _Script:
             yield _LOADER.format(collate=collate, shared=shared, options=said).rstrip("\n")
             batches = "batches = iter(loader)"
         streams = [batches, *(f"batches = {stream}" for stream in self.said[At.BATCHES])]
-        yield _STEPS.format(streams=indent("\n".join(streams), "    ")).rstrip("\n")
+        ends, more = (_ENDS_FOR_ALL, _MORE_OF_ALL) if self.together and self.streams else ("", _MORE)
+        yield _STEPS.format(ends=ends, streams=indent("\n".join(streams), "    "), more=more).rstrip("\n")
 
     def _shared(self, options: list[str]) -> tuple[str, list[str]]:
         """Lines before the loader, and its options, by which each process reads samples of its own."""
         seed = f"{_OWN_SEED}\n(seed, *_) = gather(int(torch.randint(2**31, ())))\n"
-        if "IterableDataset" in self.parts:
+        if self.streams:
             return f"{seed}dataset = StreamShare(dataset, WORLD_SIZE, RANK, seed)\n", options
         order = [option.removeprefix("sampler=") for option in options if option.startswith("sampler=")]
         shared = (

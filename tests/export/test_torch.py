@@ -26,7 +26,7 @@ from autotune.errors import ConfigError
 from autotune.export import Export, export
 from autotune.records.config import World
 from autotune.recovery import RAISE
-from autotune.session import prepare
+from autotune.session import Session, prepare
 from autotune.task import load_task
 from autotune.task.facts import gather_facts
 from autotune.techniques import compile as techniques_compile
@@ -232,6 +232,23 @@ def trained(model: Path, config: Mapping[str, Any], file: Path, *, is_built: boo
     return Case(exported, losses, session.model.state_dict(), file)
 
 
+def exported_by_first(world: World, session: Session, model: Path, file: Path) -> Export:
+    """The script of a session of a world, which its first rank has written."""
+    result = but(
+        RESULT,
+        config=session.config.as_dict(),
+        num_processes=world.size,
+        model=str(model),
+        parts=gather_facts(session.task).parts,
+        places=session.places,
+    )
+    exported = export(result, "torch")
+    if world.rank == 0:
+        file.write_text(exported.text)
+    distributed.barrier()
+    return exported
+
+
 def trained_by_two(world: World, model: Path, config: dict[str, Any], file: Path) -> tuple[str, list[str]]:
     """A script of a world, written by its first rank and run by all: what it cannot say, and where it is not the session."""
     task = load_task(model)
@@ -240,20 +257,7 @@ def trained_by_two(world: World, model: Path, config: dict[str, Any], file: Path
         session = prepare(task, config, device="cpu", world=world, on_oom=RAISE)
         torch.manual_seed(1)
         losses = [float(session.step(batch)) for batch in islice(session.loader, NUM_STEPS)]
-    exported = export(
-        but(
-            RESULT,
-            config=session.config.as_dict(),
-            num_processes=world.size,
-            model=str(model),
-            parts=gather_facts(task).parts,
-            places=session.places,
-        ),
-        "torch",
-    )
-    if world.rank == 0:
-        file.write_text(exported.text)
-    distributed.barrier()
+    exported = exported_by_first(world, session, model, file)
     torch.manual_seed(0)
     script = runpy.run_path(str(file), run_name="exported")
     torch.manual_seed(1)
@@ -261,6 +265,25 @@ def trained_by_two(world: World, model: Path, config: dict[str, Any], file: Path
     state, found = session.model.state_dict(), script["model"].state_dict()
     differ = [name for name in state if not torch.equal(local(state[name]), local(found[name]))]
     return str(dict(exported.unsaid)), differ + [f"{losses} {own}"] * (losses != own or len(own) < NUM_STEPS)
+
+
+def step_to_the_end(world: World, model: Path, file: Path) -> tuple[int, int]:
+    """How many steps the session takes until its loader ends, and how many the script."""
+    task = load_task(model)
+    with keep_settings():
+        session = prepare(task, {"batch_size": 4}, device="cpu", world=world, on_oom=RAISE)
+        of_session = sum(session.step(batch).isfinite() for batch in session.loader)
+    exported_by_first(world, session, model, file)
+    script = runpy.run_path(str(file), run_name="exported")
+    return int(of_session), sum(script["step"](batch).isfinite() for batch in script["steps"]())
+
+
+def test_in_a_world_the_pass_ends_for_all_ranks_with_the_shortest_of_their_streams(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        STREAM.replace("list(samples)", "list(samples)[: 60 - 40 * torch.distributed.get_rank()]")
+    )
+    with Ranks(2) as ranks:
+        assert ranks.run(step_to_the_end, tmp_path / "model.py", tmp_path / "exported.py") == [(3, 3)] * 2
 
 
 def local(tensor: Any) -> torch.Tensor:
