@@ -51,7 +51,7 @@ class StepLoader:
                 self._sampler = Order(dataset, generator=options.get("generator"))
             size = build.config.batch_size
             if self._sampler is not None and uses_batch_statistics(build.model):
-                self._leaves_one_out = len(self._sampler) > size and len(self._sampler) % size == 1
+                self._leaves_one_out = leaves_one_out(len(self._sampler), size)
             self._micro_loader = micro_loader(
                 build.task, dataset, size, sampler=self._sampler, drop_last=self._leaves_one_out, **self._options
             )
@@ -147,6 +147,11 @@ class StepLoader:
         else:
             while True:
                 yield self._task.batch(self._config.batch_size), self._config.batch_size
+
+
+def leaves_one_out(num_samples: int, batch_size: int) -> bool:
+    """Whether the last micro batch of a pass would be one sample, of which batch normalisation may have no statistics."""
+    return num_samples > batch_size and num_samples % batch_size == 1
 
 
 def micro_loader(task: Task, dataset: Any, batch_size: int, **options: Any) -> torch.utils.data.DataLoader[Any]:

@@ -6,7 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, unknown_of_copies, unsaid_clipping
+from autotune.export.base import (
+    Export,
+    Exporter,
+    SearchedChoices,
+    arguments,
+    unknown_of_copies,
+    unsaid_clipping,
+    unsaid_last_sample,
+)
 from autotune.records.result import Result
 from autotune.techniques import SPREAD
 from autotune.techniques.frameworks import ACCELERATE, DATALOADER
@@ -59,6 +67,7 @@ class Accelerate(Exporter):
         ]
         text = "\n".join([*comments, *(f"{name}: {json.dumps(value)}" for name, value in of_file.items())])
         unsaid |= unsaid_clipping(result, "accelerator.clip_grad_norm_(model.parameters(), ...) before each step")
+        unsaid |= unsaid_last_sample(result)
         return Export(text, {**unsaid, **unknown_of_copies(result)})
 
 

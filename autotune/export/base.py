@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from autotune.records.config import Choice
+from autotune.records.config import BATCH_SIZE, Choice
 from autotune.records.result import Result
 from autotune.techniques import SPREAD, Phase, Technique, Techniques, find_techniques, shards_parameters
 from autotune.techniques.frameworks import (
@@ -162,6 +162,22 @@ def unsaid_clipping(result: Result, argument: str) -> dict[str, str]:
     """
     clips = result.subject.model and "MAX_GRAD_NORM" in result.subject.parts
     return {"max_grad_norm": f"the file's MAX_GRAD_NORM clips gradients: give it to {argument}"} if clips else {}
+
+
+def unsaid_last_sample(result: Result, argument: str = "DataLoader(drop_last=True)") -> dict[str, str]:
+    """That a session leaves out a last micro batch of one sample, which the text does not say; nothing where there is none to leave out.
+
+    Args:
+        argument: what leaves out a last micro batch.
+    """
+    subject = result.subject
+    has_end = "train_dataset" in subject.parts and "IterableDataset" not in subject.parts
+    if not (subject.has_batchnorm and has_end and int(result.config[BATCH_SIZE]) > 1):
+        return {}
+    return {
+        "drop_last": "a session leaves out a last micro batch of one sample, of which batch normalisation may have no statistics: say "
+        f"{argument} where the dataset ends with one"
+    }
 
 
 def launching(result: Result) -> dict[str, str]:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, launching, unsaid_clipping
+from autotune.export.base import (
+    Export,
+    Exporter,
+    SearchedChoices,
+    arguments,
+    launching,
+    unsaid_clipping,
+    unsaid_last_sample,
+)
 from autotune.records.config import ACCUMULATION, BATCH_SIZE, BatchPlan, World
 from autotune.records.result import Result
 from autotune.techniques.frameworks import DEEPSPEED
@@ -28,4 +36,5 @@ class DeepSpeed(Exporter):
         plan = BatchPlan(int(result.config[BATCH_SIZE]), int(result.config[ACCUMULATION]), world)
         found["train_batch_size"] = plan.samples_per_step
         unsaid |= unsaid_clipping(result, "`gradient_clipping`")
+        unsaid |= unsaid_last_sample(result)
         return Export(json.dumps(found, indent=2), {**unsaid, **launching(result)})

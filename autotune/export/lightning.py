@@ -6,7 +6,15 @@ import json
 from textwrap import indent
 from typing import Any
 
-from autotune.export.base import Export, Exporter, SearchedChoices, arguments, unknown_of_copies, unsaid_clipping
+from autotune.export.base import (
+    Export,
+    Exporter,
+    SearchedChoices,
+    arguments,
+    unknown_of_copies,
+    unsaid_clipping,
+    unsaid_last_sample,
+)
 from autotune.export.source import Source
 from autotune.records.result import Result
 from autotune.techniques import SPREAD, Phase, find_techniques, shards_parameters
@@ -65,6 +73,7 @@ class Lightning(Exporter):
                 {"class_path": f"{_STRATEGIES}.DDPStrategy", "init_args": options} if options else "ddp"
             )
         unsaid |= unsaid_clipping(result, "Trainer(gradient_clip_val=...)")
+        unsaid |= unsaid_last_sample(result)
         return Export(json.dumps(text, indent=2), {**unsaid, **unknown_of_copies(result)})
 
 

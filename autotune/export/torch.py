@@ -26,6 +26,7 @@ _MODULES = (
     "autotune.techniques.tensors.spread",
     "autotune.group",
     "autotune.shares",
+    "autotune.step_loader",
     "autotune.session",
 )
 _DEFAULT_LOSS = '''
@@ -347,6 +348,9 @@ class _Script:
             elif not any(option.startswith("sampler=") for option in options):
                 options = ["shuffle=not isinstance(dataset, torch.utils.data.IterableDataset)", *options]
             collate = "collate_fn" if "collate_fn" in self.parts else "torch.utils.data.default_collate"
+            if self.result.subject.has_batchnorm and not self.streams:
+                number = "-(-len(dataset) // WORLD_SIZE)" if self.together else "len(dataset)"
+                options = [*options, f"drop_last=leaves_one_out({number}, BATCH_SIZE)"]
             said = "".join(f"    {option},\n" for option in options)
             yield _LOADER.format(collate=collate, shared=shared, options=said).rstrip("\n")
             batches = "batches = iter(loader)"

@@ -14,6 +14,7 @@ from autotune.export.base import (
     launching,
     unknown_of_copies,
     unsaid_clipping,
+    unsaid_last_sample,
 )
 from autotune.records.config import Choice
 from autotune.records.result import Result
@@ -40,6 +41,7 @@ class Transformers(Exporter):
             found = merge(found, {"fsdp_config": {"transformer_layer_cls_to_wrap": places["classes"]}})
         unclipped = {"max_grad_norm": 0.0} if _trains_unclipped(result) else {}
         unsaid |= unsaid_clipping(result, "TrainingArguments(max_grad_norm=...), which clips to 1.0 otherwise")
+        unsaid |= unsaid_last_sample(result, "TrainingArguments(dataloader_drop_last=True)")
         optim, untold = _users_adamw(result, found, space)
         return Export(
             json.dumps({**found, **unclipped, **optim, **device}, indent=2),

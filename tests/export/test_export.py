@@ -102,6 +102,18 @@ def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
     assert export(none, "transformers") == export(RESULT, "transformers")
 
 
+def test_a_last_sample_that_would_be_normalised_alone_is_listed_where_the_users_own_loader_gives_it() -> None:
+    normalised = but(RESULT, has_batchnorm=True, parts=("build_model", "train_dataset"))
+    for name in ("accelerate", "deepspeed", "lightning", "transformers"):
+        assert "drop_last=True)" in export(normalised, name).unsaid["drop_last"]
+        for never in (
+            RESULT,
+            but(normalised, parts=("train_dataset", "IterableDataset")),
+            but(normalised, parts=("make_batch",)),
+        ):
+            assert "drop_last" not in export(never, name).unsaid
+
+
 @pytest.mark.parametrize(
     ("name", "told"), [("accelerate", True), ("deepspeed", True), ("lightning", True), ("transformers", False)]
 )
@@ -233,7 +245,9 @@ def test_an_answer_for_one_device_is_kept_to_it_on_a_machine_that_has_more() -> 
     on_gpu = but(RESULT, device="cuda:2")
     assert (of_trainer(RESULT), of_trainer(on_gpu), of_trainer(of_world())) == (("cpu", 1), ("gpu", [2]), ("gpu", 2))
     assert json.loads(export(RESULT, "deepspeed").text)["train_batch_size"] == 24 * 2
-    assert export(on_gpu, "transformers").unsaid["num_processes"].endswith("start the script with CUDA_VISIBLE_DEVICES=2")
+    assert (
+        export(on_gpu, "transformers").unsaid["num_processes"].endswith("start the script with CUDA_VISIBLE_DEVICES=2")
+    )
 
 
 def test_options_of_ddp_are_said_or_listed() -> None:

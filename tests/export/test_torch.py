@@ -117,9 +117,24 @@ def make_batch(batch_size):
     ids = torch.randint(64, (batch_size, 12))
     return {"input_ids": ids, "labels": torch.where(torch.rand(ids.shape) < 0.2, -100, ids)}
 """
+# With one sample more than its batches hold.
+NORMALISED = """
+import torch
+
+GLOBAL_BATCH = 8
+
+
+def build_model():
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+
+def train_dataset():
+    return [(torch.full((6,), float(number)), number % 3) for number in range(NUM_SAMPLES)]
+"""
 TASKS: dict[str, str] = {
     **{kind: KIND.format(kind) for kind in ("transformer", "residual", "recurrent", "unet", "sparse", "frozen")},
     "lines": LINES,
+    "normalised": NORMALISED.replace("NUM_SAMPLES", "17"),
     "hugging_face": HUGGING_FACE,
     "gan": (ROOT / "tests/models/gan.py").read_text(),
     "variants": (ROOT / "tests/models/variants.py").read_text(),
@@ -146,6 +161,7 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
         {"batch_size": 4, "accumulation_steps": 2, "length_bucketing": True, "loss_chunks": True},
         {"batch_size": 8, "device_prefetch": True, "optimizer_state": "cpu", "freeze": "words+blocks.0"},
     ],
+    "normalised": [{"batch_size": 4, "accumulation_steps": 2}, {"batch_size": 8}],
     "hugging_face": [{"batch_size": 2, "accumulation_steps": 2, "attention": "sdpa", "checkpoint_segments": 2}],
     "gan": [{"batch_size": 4, "amp": "bf16"}],
     "variants": [{"batch_size": 12, "accumulation_steps": 4}, {"batch_size": 48, "variant": "small"}],
@@ -165,7 +181,9 @@ class Stream(torch.utils.data.IterableDataset):
 """
 )
 # Every third sample has no target that counts, and the mean over none is 0 / 0.
-MASKED = LINES.replace("torch.randint(1, 8, (int(n),))", "torch.randint(2, (int(n),))").replace("(2, 9, (60,)", "(2, 4, (60,)")
+MASKED = LINES.replace("torch.randint(1, 8, (int(n),))", "torch.randint(2, (int(n),))").replace(
+    "(2, 9, (60,)", "(2, 4, (60,)"
+)
 MASKED = MASKED.replace(
     "return nn.functional.cross_entropy(scores, batch[:, 1:].flatten(), ignore_index=0)",
     "losses = nn.functional.cross_entropy(scores, batch[:, 1:].flatten(), reduction='none')\n"
@@ -182,6 +200,7 @@ CONFIGS_OF_TWO: dict[str, list[dict[str, Any]]] = {
     ],
     "stream": [{"batch_size": 4}],
     "masked": [{"batch_size": 1, "accumulation_steps": 4}],
+    "normalised": [{"batch_size": 4}],
 }
 # Runs each exported file as the session is run, and keeps what it came to.
 DRIVER = """
@@ -220,11 +239,13 @@ def trained(model: Path, config: Mapping[str, Any], file: Path, *, is_built: boo
         torch.manual_seed(1)
         losses = [session.step(batch) for batch in islice(session.loader, NUM_STEPS)]
     assert task.origin is not None
+    facts = gather_facts(task)
     result = but(
         RESULT,
         config=complete(config, global_batch=task.global_batch).as_dict(),
         model="" if is_built else task.origin.source.spec,
-        parts=gather_facts(task).parts,
+        parts=facts.parts,
+        has_batchnorm=facts.has_batchnorm,
         places=session.places,
     )
     exported = export(result, "torch")
@@ -234,12 +255,14 @@ def trained(model: Path, config: Mapping[str, Any], file: Path, *, is_built: boo
 
 def exported_by_first(world: World, session: Session, model: Path, file: Path) -> Export:
     """The script of a session of a world, which its first rank has written."""
+    facts = gather_facts(session.task)
     result = but(
         RESULT,
         config=session.config.as_dict(),
         num_processes=world.size,
         model=str(model),
-        parts=gather_facts(session.task).parts,
+        parts=facts.parts,
+        has_batchnorm=facts.has_batchnorm,
         places=session.places,
     )
     exported = export(result, "torch")
@@ -264,7 +287,7 @@ def trained_by_two(world: World, model: Path, config: dict[str, Any], file: Path
     own = [float(script["step"](batch)) for batch in islice(script["steps"](), NUM_STEPS)]
     state, found = session.model.state_dict(), script["model"].state_dict()
     differ = [name for name in state if not torch.equal(local(state[name]), local(found[name]))]
-    return str(dict(exported.unsaid)), differ + [f"{losses} {own}"] * (losses != own or len(own) < NUM_STEPS)
+    return str(dict(exported.unsaid)), differ + [f"{losses} {own}"] * (losses != own or not own)
 
 
 def step_to_the_end(world: World, model: Path, file: Path) -> tuple[int, int]:
@@ -292,7 +315,8 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def test_in_a_world_its_ranks_take_the_sessions_steps_to_the_last_bit(tmp_path: Path) -> None:
-    for kind, model in (("lines", LINES), ("stream", STREAM), ("masked", MASKED)):
+    models = {"lines": LINES, "stream": STREAM, "masked": MASKED}
+    for kind, model in {**models, "normalised": NORMALISED.replace("NUM_SAMPLES", "18")}.items():
         (tmp_path / f"{kind}.py").write_text(model)
     with Ranks(2) as ranks:
         for kind, configs in CONFIGS_OF_TWO.items():
