@@ -125,11 +125,11 @@ def arguments(
                 unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
             elif choice != techniques[name].off and name not in users_own:
                 unsaid[name] = unsaid_of(techniques[name], choice, lost.get(name, no_words))
-    if result.evaluation is not None and (size := result.evaluation.eval_batch_size) is not None:
+    if (size := eval_batch_size(result)) is not None:
         for framework in EVAL_BATCH.keys() & set(frameworks):
             said[framework] |= EVAL_BATCH[framework].write(size)
-        if not EVAL_BATCH.keys() & set(frameworks):
-            unsaid["eval_batch_size"] = f"{size}: give it to the `DataLoader` that you evaluate with"
+    if not EVAL_BATCH.keys() & set(frameworks):
+        unsaid |= unsaid_eval_batch(result)
     if counts_terms(result) and _ALIKE & {*frameworks}:
         unsaid["loss_weight"] = ALIKE_THERE
     if SPREAD not in unsaid and not techniques.is_off(SPREAD, result.config.get(SPREAD, techniques[SPREAD].off)):
@@ -152,6 +152,17 @@ def unsaid_of(technique: Technique, choice: Choice, why: str) -> str:
     """Why a choice is not said, with its label where that is not the key itself."""
     label = technique.label(choice)
     return why if label == technique.name else f"{label}: {why}"
+
+
+def eval_batch_size(result: Result) -> int | None:
+    """The batch size to evaluate with; None where nobody asked for it, and where none was found."""
+    return None if result.evaluation is None else result.evaluation.eval_batch_size
+
+
+def unsaid_eval_batch(result: Result) -> dict[str, str]:
+    """The batch size to evaluate with, for which the text has no word; nothing where none was found."""
+    size = eval_batch_size(result)
+    return {} if size is None else {"eval_batch_size": f"{size}: give it to the `DataLoader` that you evaluate with"}
 
 
 def unsaid_clipping(result: Result, argument: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from autotune.export.base import Export, Exporter, SearchedChoices
+from autotune.export.base import Export, Exporter, SearchedChoices, eval_batch_size
 from autotune.records.config import Choice
 from autotune.records.result import Result
 
@@ -19,7 +19,7 @@ class Env(Exporter):
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """Every key of the config, those that are off included, the batch size for evaluation, and how many processes train."""
-        found = result.evaluation and result.evaluation.eval_batch_size
+        found = eval_batch_size(result)
         said = {**result.config, **({"eval_batch_size": found} if found else {})}
         said |= {"num_processes": result.subject.num_processes} if result.subject.num_processes > 1 else {}
         return Export("\n".join(f"{PREFIX}{name.upper()}={_value(choice)}" for name, choice in said.items()))

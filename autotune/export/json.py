@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, launching
+from autotune.export.base import Export, Exporter, SearchedChoices, launching, unsaid_eval_batch
 from autotune.records.result import Result
 
 
@@ -16,4 +16,4 @@ class Json(Exporter):
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """The config, a key a line."""
-        return Export(json.dumps(result.config, indent=2), launching(result))
+        return Export(json.dumps(result.config, indent=2), {**unsaid_eval_batch(result), **launching(result)})

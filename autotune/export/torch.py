@@ -10,7 +10,16 @@ from textwrap import indent, wrap
 
 from autotune.devices import capabilities_of
 from autotune.errors import ConfigError
-from autotune.export.base import NO_PLACES, Export, Exporter, SearchedChoices, lost_of, unknown_of_copies, unsaid_of
+from autotune.export.base import (
+    NO_PLACES,
+    Export,
+    Exporter,
+    SearchedChoices,
+    lost_of,
+    unknown_of_copies,
+    unsaid_eval_batch,
+    unsaid_of,
+)
 from autotune.export.source import Source
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
 from autotune.records.result import Result
@@ -177,7 +186,7 @@ class _Script:
 
     Attributes:
         said: place -> lines.
-        unsaid: technique -> why it is not in the script.
+        unsaid: technique, or what else the answer has -> why it is not in the script.
     """
 
     def __init__(self, result: Result) -> None:
@@ -199,7 +208,7 @@ class _Script:
                 self._say(name, choice)
             elif name not in (*self.techniques, *BATCH_KEYS):
                 self.unsaid[name] = f"no technique of that name is installed here, so {choice!r} cannot be translated"
-        self.unsaid |= unknown_of_copies(result)
+        self.unsaid |= {**unsaid_eval_batch(result), **unknown_of_copies(result)}
 
     def _say(self, name: str, choice: Choice) -> None:
         technique = self.techniques[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from autotune.export.base import Export, Exporter, SearchedChoices, launching
+from autotune.export.base import Export, Exporter, SearchedChoices, launching, unsaid_eval_batch
 from autotune.records.result import Result
 
 
@@ -16,6 +16,5 @@ class Yaml(Exporter):
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """Every key of the config, those that are off included. JSON's scalars are YAML's, too."""
-        return Export(
-            "\n".join(f"{name}: {json.dumps(choice)}" for name, choice in result.config.items()), launching(result)
-        )
+        lines = [f"{name}: {json.dumps(choice)}" for name, choice in result.config.items()]
+        return Export("\n".join(lines), {**unsaid_eval_batch(result), **launching(result)})

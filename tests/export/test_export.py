@@ -96,7 +96,7 @@ def test_the_batch_size_for_evaluation_is_said_or_listed() -> None:
     result = but(RESULT, evaluation=Evaluation(eval_batch_size=64))
     assert json.loads(export(result, "transformers").text)["per_device_eval_batch_size"] == 64
     assert "AUTOTUNE_EVAL_BATCH_SIZE=64" in export(result, "env").text
-    for name in ("accelerate", "deepspeed", "lightning"):
+    for name in ("accelerate", "deepspeed", "json", "lightning", "torch", "yaml"):
         assert export(result, name).unsaid["eval_batch_size"].startswith("64: give it to the `DataLoader`")
     none = but(RESULT, evaluation=Evaluation(unfinished="no batch size fits"))
     assert export(none, "transformers") == export(RESULT, "transformers")
