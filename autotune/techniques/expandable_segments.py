@@ -13,6 +13,12 @@ from autotune.techniques.frameworks import At, Lines, words
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its name before torch 2.9
 _ON = "expandable_segments:True"
+# where both are set, torch reads the older name
+_LINES = f"""
+allocator = os.environ.get("{_VARIABLES[1]}") or os.environ.get("{_VARIABLES[0]}")
+allocator = ",".join(filter(None, (allocator, "{_ON}")))
+os.environ["{_VARIABLES[0]}"] = os.environ["{_VARIABLES[1]}"] = allocator
+""".strip()
 _NO_ALLOCATOR = "the CUDA allocator works on NVIDIA GPUs only"
 
 
@@ -37,11 +43,7 @@ class ExpandableSegments(Switch):
         state=Factor(typical=0.93, spread=1.07),
     )
     keeps_random_masks = True
-    frameworks = words(
-        torch=Lines(
-            {At.ENVIRONMENT: f'os.environ["{_VARIABLES[1]}"] = "{_ON}"  # from torch 2.9 on {_VARIABLES[0]}, too'}
-        )
-    )
+    frameworks = words(torch=Lines({At.ENVIRONMENT: _LINES}))
 
     def allocator_settings(self, choice: Choice) -> str:
         return _ON if choice else ""

@@ -391,7 +391,28 @@ def test_all_techniques_share_a_script_without_two_things_of_one_name() -> None:
     defined = [node.name for node in ast.parse(exported.text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert len(defined) == len(set(defined))
     before, _, after = exported.text.partition("\nimport torch\n")
-    assert 'os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"' in before and "pin_memory=True" in after
+    assert "expandable_segments:True" in before and "pin_memory=True" in after
+
+
+@pytest.mark.parametrize(
+    ("users_own", "kept"),
+    [
+        ({}, ""),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"}, "max_split_size_mb:32,"),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"},
+            "max_split_size_mb:32,",
+        ),
+    ],
+)
+def test_the_allocators_other_settings_stay(
+    users_own: dict[str, str], kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", environment := {**users_own})
+    text = export(but(RESULT, config=RESULT.config | {"expandable_segments": True}), "torch").text
+    exec(text.partition("\nimport torch\n")[0])
+    assert {*environment.values()} == {f"{kept}expandable_segments:True"}
 
 
 def test_what_cannot_be_said_is_listed_in_the_script_too() -> None:
