@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, ClassVar, Self
 
 from autotune import plugins
@@ -20,6 +22,8 @@ from autotune.records.study import Trial
 from autotune.tuning.events import Event, Listener, ProbeEnded, SearchEnded, SearchStarted
 
 GROUP = "autotune.trackers"
+WAIT_S = 10.0  # for what is not kept when the search has ended: a server may never answer
+_LOG = logging.getLogger("autotune")
 _FIGURES = ("samples_per_s", "samples_per_s_low", "samples_per_s_high", "step_s", "peak_bytes", "joules_per_sample")
 
 
@@ -96,38 +100,39 @@ class Tracker(Listener):
             raise ConfigError(
                 f"--track {self.name} needs {self.install}, which is not installed; `pip install {self.install}` adds it"
             )
-        self._failed = False
         self._began = False
-        self._todo = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"autotune-{self.name}")
+        self._todo = SimpleQueue[Callable[[], None] | None]()
+        # a daemon, for which the interpreter does not wait at its end
+        self._thread = Thread(target=self._work, args=(self._todo,), name=f"autotune-{self.name}", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Wait until everything is kept."""
+        """Wait until everything is kept, and not for long: the answer is told after that."""
         if self._began:
-            self._todo.submit(self._take, self.finish)
-        self._todo.shutdown()
+            self._todo.put(self.finish)
+        self._todo.put(None)
+        self._thread.join(WAIT_S)
+        if self._thread.is_alive():
+            _LOG.warning("tracking by %s did not end within %g s, and is waited for no longer", self.name, WAIT_S)
 
     def on(self, event: Event) -> None:
         """Pass an event on to the thread, if it is one of the three kinds that trackers keep."""
         if isinstance(event, SearchStarted):
             self._began = True
-            self._todo.submit(self._take, self.begin, _start(event))
+            self._todo.put(partial(self.begin, _start(event)))
         elif isinstance(event, ProbeEnded):
-            self._todo.submit(self._take, self.point, _point(event.trial))
+            self._todo.put(partial(self.point, _point(event.trial)))
         elif isinstance(event, SearchEnded):
-            self._todo.submit(self._take, self.answer, _answer(event))
+            self._todo.put(partial(self.answer, _answer(event)))
 
-    def _take(self, keep: Any, *what: Any) -> None:
-        """Call `keep`, which writes something. After a failure, which is logged once, nothing more is written."""
-        if self._failed:
-            return
+    def _work(self, todo: SimpleQueue[Callable[[], None] | None]) -> None:
+        """Write one after the other, until there is no more. A failure is logged, and nothing is written after it."""
         try:
-            keep(*what)
+            while (keep := todo.get()) is not None:
+                keep()
         except Exception as error:
-            self._failed = True
-            logging.getLogger("autotune").warning(
-                "tracking by %s ends here, the search goes on: %s", self.name, in_one_line(error)
-            )
+            _LOG.warning("tracking by %s ends here, the search goes on: %s", self.name, in_one_line(error))
 
     @abstractmethod
     def begin(self, start: Start) -> None:

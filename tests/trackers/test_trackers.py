@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,6 +86,23 @@ def test_a_tracker_that_fails_is_told_of_once_and_holds_nothing_up(caplog: pytes
     assert caplog.messages == [
         "tracking by recording ends here, the search goes on: ConnectionError: the server is gone"
     ]
+
+
+def test_a_server_that_does_not_answer_holds_back_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = threading.Event()
+
+    class Waiting(Recording):
+        def begin(self, start: Start) -> None:
+            answers.wait(20)
+            super().begin(start)
+
+    monkeypatch.setattr("autotune.trackers.WAIT_S", 0.1)
+    track(waiting := Waiting())
+    assert not waiting.kept and not answers.is_set()
+    assert caplog.messages == ["tracking by recording did not end within 0.1 s, and is waited for no longer"]
+    answers.set()
 
 
 def test_a_name_and_a_place_make_a_tracker() -> None:
