@@ -103,6 +103,27 @@ def test_loss_and_gradients_are_those_of_plain_training(name: str, bias: bool, t
     assert losses_in_pieces(task) == 1
 
 
+@pytest.mark.parametrize("weight", [None, torch.linspace(0.5, 2, CLASSES)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_batch_whose_labels_are_all_ignored_moves_no_weight(weight: Any, smoothing: float) -> None:
+    def loss(scores: Any, labels: Any) -> Any:
+        ignored = torch.full_like(labels, -100).flatten()
+        return functional.cross_entropy(scores.flatten(0, 1), ignored, weight=weight, label_smoothing=smoothing)
+
+    found, gradients = trained(task_of(loss), True)
+    assert torch.as_tensor(found).isnan()
+    assert not any(gradient.count_nonzero() for gradient in gradients)
+    torch.testing.assert_close(gradients, trained(task_of(loss), False)[1])
+
+
+def test_labels_whose_classes_weigh_nothing_make_the_gradient_not_a_number_as_in_plain_training() -> None:
+    def loss(scores: Any, labels: Any) -> Any:
+        return functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), weight=torch.zeros(CLASSES))
+
+    (_, found), (_, plain) = trained(task_of(loss), True), trained(task_of(loss), False)
+    torch.testing.assert_close(found, plain, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_needs_the_scores_has_them(name: str, make_setting: Any) -> None:
     task = task_of(COMPUTED[name])

@@ -159,7 +159,9 @@ class Scores(_T):
         if reduction == "sum":
             return loss
         counted = targets != ignore_index
-        return loss / (counted.sum() if weight is None else weight[targets[counted]].sum())
+        number = counted.sum() if weight is None else weight[targets[counted]].sum()
+        some = counted.any()  # without a label the mean is not a number, but its gradient is zero, as in plain training
+        return torch.where(some, loss / torch.where(some, number, 1), torch.nan)
 
 
 def _refused(function: Any) -> TypeError:
