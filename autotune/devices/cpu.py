@@ -118,6 +118,11 @@ class CpuDevice(Device):
         """Private memory of this process and its workers now."""
         return linux.process_memory().data_bytes + self._look_at_workers()
 
+    def outside_bytes(self) -> int:
+        """Private memory of this process now, with its compute threads: their stacks are not a model's."""
+        _start_compute_threads()
+        return self.current_bytes()
+
     def held_bytes(self, attempted_bytes: int) -> int:
         """Private memory of this process and its workers now, or what must have been held for the limit to be hit.
 
@@ -239,9 +244,9 @@ def processor_model() -> str:
 
 
 def _start_compute_threads() -> None:
-    """Start torch's threads, before a limit is set, with a small parallel operation.
+    """Start torch's threads with a small parallel operation, before a limit is set or what the process holds is read.
 
-    Their stacks count towards the limit, and the OpenMP library ends the process when it cannot start a thread.
+    Their stacks count towards both, and the OpenMP library ends the process when it cannot start a thread.
     """
     elements_per_thread = 2**15  # below this torch does not share the work out
     torch.ones(2 * elements_per_thread * torch.get_num_threads(), dtype=torch.uint8)

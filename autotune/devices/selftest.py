@@ -22,7 +22,7 @@ def memory_limit(name: str) -> Facts:
     device = open_device(name)
     device.enter()
     gpu = device.capabilities.own_memory
-    start_bytes, block_bytes = device.current_bytes(), (64 if gpu else 8) * MIB
+    start_bytes, block_bytes = device.outside_bytes(), (64 if gpu else 8) * MIB
     limit_bytes = start_bytes + (2 * GIB if gpu else 256 * MIB)
     device.limit_memory(limit_bytes)
     blocks: list[Any] = []
@@ -53,6 +53,7 @@ def books(name: str) -> Facts:
     device = open_device(name)
     device.enter()
     held_bytes = 256 * MIB
+    device.outside_bytes()  # compute threads, which the block would start, are started here
     before_bytes = device.peak_bytes()
     block = torch.ones(held_bytes, dtype=torch.uint8, device=device.torch_device)
     device.synchronize()

@@ -15,7 +15,8 @@ from autotune.runners import worker
 from autotune.task import Task
 from autotune.techniques import find_techniques
 from autotune.tuning.inspecting import inspection_failed
-from autotune.units import GIB
+from autotune.units import GIB, MIB
+from tests.devices.processes import in_process
 
 techniques = find_techniques()
 
@@ -145,3 +146,19 @@ def test_the_ranks_of_a_world_share_the_threads_of_numpys_blas(num_ranks, each, 
     with pytest.raises(Ended):
         worker.run_job(task, request)
     assert given == [each]
+
+
+def outside_bytes_with_many_threads(trains):
+    torch.set_num_threads(16)
+    task = Task(
+        build_model=lambda: torch.nn.Linear(8, 4),
+        make_batch=lambda n: (torch.randn(n, 8), torch.randint(0, 4, (n,))),
+    )
+    given = {"device": "cpu", "memory_limit_bytes": 8 * GIB, "absent": None, "trains": trains, "world": {}}
+    given |= {"comparing_s": 0.0}
+    return worker._inspect(task, given, lambda progress: None)["inspection"]["outside_bytes"]
+
+
+def test_the_compute_threads_of_a_cpu_are_outside_a_model_whether_it_is_trained_or_not():
+    trained, untrained = (in_process(outside_bytes_with_many_threads, trains) for trains in (True, False))
+    assert untrained == pytest.approx(trained, abs=40 * MIB)  # of 15 threads that were started, 120 MiB are stacks
