@@ -44,9 +44,14 @@ class Transformers(Exporter):
         unsaid |= unsaid_last_sample(result, "TrainingArguments(dataloader_drop_last=True)")
         optim, untold = _users_adamw(result, found, space)
         return Export(
-            json.dumps({**found, **unclipped, **optim, **device}, indent=2),
+            json.dumps({**found, **unclipped, **optim, **device, **without_tf32(found)}, indent=2),
             {**unsaid, **untold, **unknown_of_copies(result), **launching(result), **_one_gpu(result)},
         )
+
+
+def without_tf32(said: Mapping[str, Any]) -> dict[str, bool]:
+    """`tf32` for a Trainer that compiles and is told nothing of it: it would switch TF32 on."""
+    return {"tf32": False} if said.get("torch_compile") and said.get("tf32", True) is None else {}
 
 
 def _one_gpu(result: Result) -> dict[str, str]:

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError, in_one_line
+from autotune.export.transformers import without_tf32
 from autotune.group import launched_world
 from autotune.integrations.accelerator import choices_of_shards, groups_of, require_whole_samples
 from autotune.integrations.base import (
@@ -48,7 +49,7 @@ _GIVEN = ("data_collator", "train_dataset", "processing_class", "compute_loss_fu
 _IN_PROBES: dict[str, Any] = {
     "report_to": "none", "push_to_hub": False, "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "no",
     "load_best_model_at_end": False, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "bf16_full_eval": False,
-    "fp16_full_eval": False, "eval_on_start": False, "tf32": None, "torch_compile_backend": None, "torch_compile_mode": None,
+    "fp16_full_eval": False, "eval_on_start": False, "torch_compile_backend": None, "torch_compile_mode": None,
     "activation_checkpointing": False, "auto_find_batch_size": False, "fsdp": "", "fsdp_config": None,
 }  # fmt: skip
 _PLAIN_OPTIMIZERS = {"AdamW": "adamw_torch"}  # class in torch.optim -> `optim` without any technique
@@ -368,6 +369,7 @@ def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
         newer = name.replace("gradient_checkpointing", "activation_checkpointing")
         if newer != name and hasattr(args, newer):
             changed[newer] = value
+    changed |= without_tf32({"torch_compile": args.torch_compile, **said})
     if changed.get("torch_compile") is False:
         changed |= {"torch_compile_backend": None, "torch_compile_mode": None}
     if capabilities_of(args.device.type).own_processors:

@@ -35,7 +35,8 @@ class MatmulPrecision(Technique):
     exact = False
     likely = ("tf32",)
     frameworks = words(
-        transformers=Table({"highest": {"tf32": False}, "tf32": {"tf32": True}}),
+        # False would switch it off in convolutions, too
+        transformers=Table({"highest": {"tf32": None}, "tf32": {"tf32": True}}, aliases={("tf32", False): "highest"}),
         loop=Unsaid(),
         torch=Lines({At.PROCESS: 'torch.set_float32_matmul_precision("high")'}),
     )

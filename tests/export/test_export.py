@@ -86,6 +86,16 @@ def test_transformers_is_told_batch_accumulation_and_each_technique_in_its_own_w
     assert not exported.unsaid
 
 
+@pytest.mark.parametrize(("compiled", "tf32"), [("off", None), ("default", False)])
+def test_a_trainers_convolutions_keep_tf32_unless_compiling_would_switch_it_on_everywhere(
+    compiled: str, tf32: bool | None
+) -> None:
+    config = {**RESULT.config, "matmul_precision": "highest", "compile": compiled}
+    assert json.loads(export(but(RESULT, config=config), "transformers").text)["tf32"] is tf32
+    config["matmul_precision"] = "tf32"
+    assert json.loads(export(but(RESULT, config=config), "transformers").text)["tf32"] is True
+
+
 def test_the_loader_shuffles_unless_the_dataset_is_a_stream() -> None:
     stream = but(RESULT, parts=("train_dataset", "IterableDataset"))
     assert json.loads(export(RESULT, "lightning").text)["dataloader"]["shuffle"]

@@ -343,6 +343,15 @@ def test_compiling_stays_as_it_was_said_where_the_answer_leaves_it(tmp_path: Pat
     assert found.bf16 and trainer.args.torch_compile_mode is None
 
 
+def test_an_answer_that_compiles_without_tf32_says_so_since_a_trainer_that_compiles_switches_it_on(
+    tmp_path: Path,
+) -> None:
+    args = trainer_of(tmp_path).args
+    compiled = {"torch_compile": True, "torch_compile_mode": "default"}
+    assert integration._with_answer(args, {**compiled, "tf32": None}).tf32 is False
+    assert integration._with_answer(args, {"tf32": None}).tf32 is None
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -115,6 +115,10 @@ def test_a_lightning_trainers_short_names_of_precisions_are_read() -> None:
     assert read(LIGHTNING, {"precision": "64-true"}) is None
 
 
+def test_training_arguments_without_tf32_anywhere_are_read_as_matrix_products_without_it() -> None:
+    assert TECHNIQUES["matmul_precision"].read(TRANSFORMERS, {"tf32": False}) == "highest"
+
+
 def test_training_arguments_take_what_is_written(tmp_path: Any) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # without it they cannot be made
