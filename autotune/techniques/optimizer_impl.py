@@ -99,7 +99,15 @@ def current_implementation(optimizer: torch.optim.Optimizer, *, foreach: bool) -
         return "fused"
     if group["foreach"] is not None:
         return "foreach" if group["foreach"] else "for-loop"
-    return "foreach" if foreach and group.get("fused") is None else "for-loop"
+    return "foreach" if foreach and group.get("fused") is None and not _loops_by_default(optimizer) else "for-loop"
+
+
+def _loops_by_default(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch updates parameter by parameter on every device, unless it is told otherwise."""
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        group = optimizer.param_groups[0]
+        return isinstance(group["lr"], torch.Tensor) and not group["capturable"]
+    return isinstance(optimizer, torch.optim.Adafactor)
 
 
 def _why_not(optimizer: torch.optim.Optimizer) -> str:

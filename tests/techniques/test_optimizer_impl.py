@@ -4,7 +4,7 @@ from torch import nn
 
 from autotune import prepare
 from autotune.techniques import UnsupportedError
-from autotune.techniques.optimizer_impl import OptimizerImpl
+from autotune.techniques.optimizer_impl import OptimizerImpl, current_implementation
 
 
 def mlp() -> nn.Module:
@@ -94,6 +94,22 @@ def test_hooks_of_the_user_stay(make_task):
 
 def test_what_the_device_does_by_default_is_left_out(make_task, make_setting):
     assert OptimizerImpl().support(make_setting(make_task(mlp))).choices == ("default", "foreach", "fused")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "current"),
+    [
+        (torch.optim.AdamW, {}, "foreach"),
+        (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}, "for-loop"),
+        (torch.optim.Adam, {"lr": torch.tensor(1e-3)}, "for-loop"),
+        (torch.optim.Adam, {"lr": torch.tensor(1e-3), "capturable": True}, "foreach"),
+        (torch.optim.SGD, {"lr": torch.tensor(1e-3)}, "foreach"),
+        (torch.optim.Adafactor, {}, "for-loop"),
+        (torch.optim.Adafactor, {"foreach": True}, "foreach"),
+    ],
+)
+def test_what_a_gpu_does_by_default_is_what_torch_takes_for_the_optimizer(kind, settings, current):
+    assert current_implementation(kind(mlp().parameters(), **settings), foreach=True) == current
 
 
 def test_what_the_user_chose_is_left_out(make_task, make_setting):
