@@ -53,7 +53,8 @@ class Attention(Technique):
 
     def is_redundant(self, config: Config) -> bool:
         """In fp32 a GPU has only one fused kernel, which torch takes anyway; `support` notices models that use a short type themselves."""
-        return config[self.name] in _BACKENDS and config["amp"] == "off" and config["param_dtype"] == "fp32"
+        in_fp32 = config["amp"] == "off" and config["param_dtype"] == config["shard_dtype"] == "fp32"
+        return config[self.name] in _BACKENDS and in_fp32
 
     def expectation(self, choice: Choice, choices: Sequence[Choice]) -> Expectation:
         """Fused kernels differ little from each other; without one the scores of all pairs are written, read and kept."""

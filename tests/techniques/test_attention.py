@@ -133,6 +133,7 @@ def test_in_fp32_no_kernel_but_the_usual_one_is_searched() -> None:
     assert redundant(techniques.complete({"attention": "cudnn"}))
     assert not redundant(techniques.complete({"attention": "cudnn", "amp": "bf16"}))
     assert not redundant(techniques.complete({"attention": "cudnn", "param_dtype": "bf16"}))
+    assert not redundant(techniques.complete({"attention": "cudnn", "parallel": "fsdp", "shard_dtype": "bf16"}))
     assert not redundant(techniques.complete({"attention": "sdpa"}))
 
 
