@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from autotune.devices import capabilities_of
@@ -43,7 +43,7 @@ class Attention(Technique):
             {
                 "sdpa": {At.MODEL: "use_implementation(model, {places})"},
                 "math": {At.STEP: "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"},
-                **{kernel: {At.STEP: f"prefer_kernel({backend!r})"} for kernel, backend in _BACKENDS.items()},
+                **{kernel: {At.MODEL: f"prefer_kernel({kernel!r}, DEVICE)"} for kernel in _BACKENDS},
             }
         ),
     )
@@ -106,10 +106,7 @@ class Attention(Technique):
             for kernel in _SWITCHES:
                 _switch(kernel, False)
         else:
-            first = _number(str(choice))
-            others = [number for number in _settled_order(build.device.torch_device) if number != first]
-            torch._C._set_sdp_priority_order([first, *others])
-            _switch(str(choice), True)
+            prefer_kernel(str(choice), build.device.torch_device)
 
     def is_process_wide(self, choice: Choice) -> bool:
         """`sdpa` changes the model alone."""
@@ -144,13 +141,11 @@ def use_implementation(model: torch.nn.Module, modules: Sequence[str]) -> None:
         module.set_attn_implementation("sdpa")
 
 
-def prefer_kernel(backend: str) -> AbstractContextManager[Any]:
-    """A context in which torch tries that kernel of `scaled_dot_product_attention` first, and then the others."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    first = SDPBackend.__members__[backend]
-    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-    return sdpa_kernel([first, *(other for other in fused if other != first), SDPBackend.MATH], set_priority=True)
+def prefer_kernel(kernel: str, device: torch.device) -> None:
+    """Let torch try that kernel of `scaled_dot_product_attention` first, and then the others in its own order."""
+    first = _number(kernel)
+    torch._C._set_sdp_priority_order([first, *(number for number in _settled_order(device) if number != first)])
+    _switch(kernel, True)
 
 
 def _calls(setting: Setting) -> list[tuple[bool, bool]]:

@@ -314,6 +314,22 @@ def local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def test_the_kernels_of_attention_are_tried_in_the_order_of_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper and Blackwell GPUs torch's own order begins with cuDNN once it was asked."""
+    own = torch._C._set_sdp_priority_order
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *tensors: own([3, 1, 2, 0]))
+    model, config, orders = tmp_path / "model.py", {"batch_size": 4, "attention": "efficient"}, []
+    model.write_text(TASKS["transformer"])
+    script = str(trained(model, config, tmp_path / "exported.py").file)
+    for train in (lambda: prepare(model, config, device="cpu"), lambda: runpy.run_path(script, run_name="exported")):
+        with keep_settings():
+            train()
+            orders.append(torch._C._get_sdp_priority_order()[:4])
+    assert orders == [[2, 3, 1, 0]] * 2
+
+
 def test_in_a_world_its_ranks_take_the_sessions_steps_to_the_last_bit(tmp_path: Path) -> None:
     models = {"lines": LINES, "stream": STREAM, "masked": MASKED}
     for kind, model in {**models, "normalised": NORMALISED.replace("NUM_SAMPLES", "18")}.items():
