@@ -210,9 +210,9 @@ def _unescape(field: str) -> str:
 
 
 def read(path: Path) -> str:
-    """The text of a file of the kernel's; empty where it cannot be read."""
+    """The text of a file of the kernel's; empty where it cannot be read. Names in it are bytes of any kind."""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:  # no such process, controller, version or permission here
         return ""
 

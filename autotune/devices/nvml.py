@@ -338,7 +338,7 @@ def _says_lost(error: Exception) -> bool:
 
 
 def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value or "")
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 def _watts(milliwatts: Any) -> float | None:

@@ -69,7 +69,7 @@ def _look_at(pid: int) -> int:
 def _began(pid: int) -> str | None:
     """When a process began, in the kernel's ticks; None where it has ended, even if nobody has waited for it."""
     try:
-        state, *others = _stat_of(pid).read_text(encoding="utf-8").rpartition(")")[2].split()
+        state, *others = _stat_of(pid).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if state in ("Z", "X") else others[18]

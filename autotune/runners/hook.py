@@ -51,7 +51,7 @@ def _hook() -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", errors="replace") as status:
         held = next((line.split()[1] for line in status if line.startswith("VmData:")), "0")
     _probe["outside_bytes"] = 1024 * int(held)
 

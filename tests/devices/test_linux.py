@@ -74,6 +74,14 @@ def test_reclaimable_file_cache_is_free_in_v1(tmp_path):
     assert linux.memory_allowance(v1(tmp_path, "memory", files)) == linux.MemoryAllowance(8 * GIB, 5 * GIB)
 
 
+def test_a_mount_whose_name_is_not_utf_8_hides_no_limit(tmp_path):
+    group = "job.slice/train.scope"
+    root = v2(tmp_path, {f"{group}/memory.max": str(GIB), f"{group}/memory.current": "0"})
+    mounts = root / "proc/self/mountinfo"
+    mounts.write_bytes(b"28 23 0:25 / /mnt/f\xfcr rw,relatime - ext4 /dev/sda1 rw\n" + mounts.read_bytes())
+    assert linux.memory_allowance(root) == linux.MemoryAllowance(GIB, GIB)
+
+
 def test_the_tightest_of_all_ancestors_counts(tmp_path):
     files = {
         "job.slice/train.scope/memory.max": "max",

@@ -142,6 +142,12 @@ def test_other_processes_are_listed_with_their_names_but_not_those_left_out():
     assert listed == ((11, 2 * GIB, "python3"), (10**6, 0, ""))
 
 
+def test_a_process_whose_name_is_not_utf_8_is_listed(monkeypatch):
+    monkeypatch.setattr(FakeNvml, "nvmlSystemGetProcessName", lambda self, pid: b"/opt/f\xfcr/train")
+    ((_, _, name),) = telemetry(dataclasses.replace(TWO[0], processes=[(10, GIB)])).processes
+    assert name == "train"
+
+
 def test_an_instance_has_its_own_memory_and_its_boards_temperature():
     divided = dataclasses.replace(DIVIDED, temperature_c=70, instances=[FakeGpu("MIG-1", total_bytes=20 * GIB)])
     values = telemetry(divided).values

@@ -49,6 +49,15 @@ def test_a_process_has_ended_once_it_was_killed_though_nobody_has_waited_for_it(
         open_process(child.pid)
 
 
+def test_a_process_is_looked_at_whatever_its_name():
+    code = "open('/proc/self/comm', 'wb').write(b'f\\xfcr'); print('named', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+        child.stdout.readline()
+        assert ended._began(child.pid) is not None
+        child.kill()
+
+
 def test_another_errors_cause_is_told(monkeypatch):
     monkeypatch.setattr(os, "pidfd_open", no_call(errno.EMFILE))
     with pytest.raises(OSError, match="Too many open files"):
