@@ -71,10 +71,10 @@ class ExpandableSegments(Switch):
 
 
 def _settings() -> str:
-    """The allocator's settings; before torch 2.9 those of the environment."""
+    """The allocator's settings; before torch 2.9 those of the only variable that it reads."""
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
         return str(torch._C._accelerator_getAllocatorSettings())
-    return next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
+    return os.environ.get(_VARIABLES[1], "")
 
 
 def _set(settings: str) -> None:

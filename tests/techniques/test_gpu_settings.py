@@ -48,6 +48,17 @@ def test_gpus_have_expandable_segments(make_setting: Any, monkeypatch: pytest.Mo
     assert ExpandableSegments().support(make_setting(KINDS["frozen"]())).choices == (False,)
 
 
+def test_a_torch_that_does_not_know_the_newer_variable_is_not_taken_to_follow_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert _settings() == ""
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert _settings() == "max_split_size_mb:64"
+
+
 def test_a_cpu_has_no_allocator_to_set(make_task: Any) -> None:
     with pytest.raises(UnsupportedError, match="NVIDIA"):
         prepare(make_task(lambda: nn.Linear(8, 4)), {"expandable_segments": True}, device="cpu")
