@@ -40,6 +40,7 @@ class ChannelsLast(Switch):
         if not any(isinstance(m, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for m in setting.model.modules()):
             return "the model has no 2-D convolution"
         layouts = [(parameter, parameter.data) for parameter in setting.model.parameters()]
+        buffers = [(module, {**module._buffers}) for module in setting.model.modules()]  # whose tensors are replaced
         try:
             setting.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             setting.try_step(images_to_channels_last(setting.fresh_batch()))
@@ -50,6 +51,8 @@ class ChannelsLast(Switch):
         finally:
             for parameter, data in layouts:
                 parameter.data = data
+            for module, before in buffers:
+                module._buffers.update(before)
         return ""
 
     def apply(self, build: Build, choice: Choice) -> None:

@@ -57,6 +57,21 @@ def test_code_that_views_in_the_old_layout_is_found_before_any_probe(make_settin
     assert setting.model.convolution.weight.is_contiguous()
 
 
+def test_trying_it_leaves_buffers_as_they_are(make_setting):
+    class Shifted(Convolutional):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("shift", torch.randn(1, 3, 8, 8))
+
+        def forward(self, images):
+            return super().forward(images + self.shift)
+
+    setting = make_setting(task_of(Shifted))
+    before, stride = setting.model.shift, setting.model.shift.stride()
+    assert ChannelsLast().support(setting).choices == (False, True)
+    assert setting.model.shift is before and before.stride() == stride
+
+
 def test_a_gradient_penalty_is_tried_with_gradients_and_leaves_the_batch_alone(make_setting):
     def training_step(model, batch):
         images = batch[0].requires_grad_(True)
