@@ -228,12 +228,7 @@ def num_threads() -> int:
 def _num_physical_cores() -> int:
     if sys.platform != "linux":
         return psutil.cpu_count(logical=False) or 1
-    cores = set()
-    for processor in processors():
-        topology = Path(f"/sys/devices/system/cpu/cpu{processor}/topology")
-        core = linux.read(topology / "core_id") or f"processor {processor}"
-        cores.add((linux.read(topology / "physical_package_id"), core))
-    return len(cores)
+    return len(linux.cores(processors()))
 
 
 def processor_model() -> str:
