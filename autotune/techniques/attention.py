@@ -78,7 +78,7 @@ class Attention(Technique):
         if eager := _eager(setting.model):
             for implementation in ("sdpa", "eager"):  # raises where the model has no such implementation
                 for module in eager:
-                    module.set_attn_implementation(implementation)
+                    module.set_attn_implementation({"": implementation})
             return Support(choices=("default", "sdpa"))
         calls = _calls(setting)
         if not calls:
@@ -138,7 +138,7 @@ def use_implementation(model: torch.nn.Module, modules: Sequence[str]) -> None:
     """Let Hugging Face models, by their names in `model`, call `scaled_dot_product_attention`."""
     for name in modules:
         module: Any = model.get_submodule(name)
-        module.set_attn_implementation("sdpa")
+        module.set_attn_implementation({"": "sdpa"})  # the models inside have implementations of their own
 
 
 def prefer_kernel(kernel: str, device: torch.device) -> None:

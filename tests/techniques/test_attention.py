@@ -74,6 +74,27 @@ def test_an_eager_hugging_face_model_has_the_fused_implementation(make_setting: 
     assert session.model.config._attn_implementation == "sdpa"
 
 
+def test_a_model_inside_that_is_not_eager_keeps_its_implementation(make_setting: Any) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": 20, "max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 1, **sizes}
+    images = {"image_size": 8, "patch_size": 4, **sizes}
+    own = {"": "eager", "text_config": "eager", "vision_config": "flex_attention"}
+
+    def build_model() -> Any:
+        return CLIPModel._from_config(CLIPConfig(text_config=text, vision_config=images), attn_implementation=own)
+
+    def implementations(model: Any) -> list[str]:
+        return [each.config._attn_implementation for each in (model, model.text_model, model.vision_model)]
+
+    setting = make_setting(Task(build_model=build_model, make_batch=torch.rand))
+    assert Attention().support(setting).choices == ("default", "sdpa")
+    assert implementations(setting.model) == ["eager", "eager", "flex_attention"]
+    session = prepare(setting.task, {"attention": "sdpa"}, device="cpu")
+    assert implementations(session.model) == ["sdpa", "sdpa", "flex_attention"]
+
+
 def test_the_fused_implementation_computes_the_same() -> None:
     task, gradients = hugging_face("eager"), []
     batch = task.batch(4)
