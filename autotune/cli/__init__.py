@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
-import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 
-from autotune.cli.parser import ANSWERED, INTERRUPTED, USAGE, UsageError, build_parser
+from autotune.cli.failures import failure_document, verdict
+from autotune.cli.parser import ANSWERED, UsageError, build_parser
 from autotune.cli.process_title import hide_passwords
 from autotune.errors import AutotuneError
 from autotune.runners.start import started_ahead
@@ -21,15 +20,6 @@ __all__ = ["main"]
 
 AHEAD = ("search", "probe", "verify")
 ELSEWHERE = ("replay", "runner", "script", "slots")  # the options with which others start what trains
-
-_NEXT_STEPS = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "free space within your quota",
-    errno.EACCES: "change its permissions",
-    errno.EROFS: "choose a place that can be written",
-    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
-}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; only `--help` and `--version` exit from within argparse."""
@@ -74,7 +64,7 @@ def _ahead(options: argparse.Namespace) -> contextlib.AbstractContextManager[Non
 
 def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
     """Say what went wrong, on stderr and, with `as_json`, as the document on stdout. Returns the exit code."""
-    code, message = _verdict(error)
+    code, message = verdict(error)
     with contextlib.suppress(OSError):  # nobody may be reading it
         if debug or not isinstance(error, AutotuneError | OSError | KeyboardInterrupt):
             traceback.print_exception(error)
@@ -86,25 +76,11 @@ def _fail(error: BaseException, *, as_json: bool, debug: bool = False) -> int:
         print(f"autotune: {message}", file=sys.stderr)
     try:
         if as_json:
-            print(json.dumps({"error": message, "exit_code": code}))
+            print(failure_document(error))
         sys.stdout.flush()
     except OSError:  # it was stdout that failed
         _discard_stdout()
     return code
-
-
-def _verdict(error: BaseException) -> tuple[int, str]:
-    """The exit code and the message of an exception."""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, "interrupted"
-    if isinstance(error, AutotuneError):
-        return error.exit_code, str(error)
-    if isinstance(error, OSError):
-        what = ": ".join(str(part) for part in (error.filename, error.strerror or error) if part)
-        next_step = _NEXT_STEPS.get(error.errno or 0, "fix that (--debug shows where it happened)")
-        return USAGE, f"{what}; {next_step}, and run the same command again: a study continues where it stopped"
-    what = ": ".join(part for part in (type(error).__name__, str(error)) if part)
-    return USAGE, f"{what}; this is a fault of autotune itself: please report it with the traceback above"
 
 
 def _discard_stdout() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autotune.cli.failures import failure_document
 from autotune.cli.files import SEVERAL, read_config, read_options, require_other, require_writable, write
 from autotune.cli.parser import ANSWERED, EVERYTHING, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
 from autotune.errors import ConfigError
@@ -37,45 +38,22 @@ PAGE = "html"  # the form of a study that is a page
 
 def search(options: argparse.Namespace) -> int:
     """`autotune search`: the result on stdout, progress on stderr."""
-    from autotune import api
     from autotune.records.scaling import Scaling
     from autotune.report.answer import answer_sections
-    from autotune.report.live import live_listener
     from autotune.report.scaling import scaling_section
     from autotune.report.sections import document
-    from autotune.runners.command import files_of
-    from autotune.task.model_file import find_model_file
     from autotune.techniques import find_techniques
-    from autotune.trackers import tracker
-    from autotune.tuning.recommend import Interrupted
 
-    if options.out:
-        out = Path(options.out)
-        require_writable(out, "--out")
-        if options.model:
-            require_other(out, "--out", MODEL_FILE, find_model_file(options.model)[0])
-        if options.script is not None:
-            require_other(out, "--out", "a file of the command", *files_of(options.script))
-        require_other(out, "--out", "the table", options.replay)
-    found: Result | Scaling | None
-    code = ANSWERED
-    asked = read_options(options, SearchOptions if options.script is None else CommandOptions)
-    on_each = SEVERAL.fullmatch(asked.get("devices", "")) is not None
-    listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
+    out = _out_of_search(options)
     try:
-        if on_each:
-            found = _search_on_each(options, listeners, asked)
-        elif options.script is not None:
-            found = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
-        else:
-            where = _runner(options) or {"began_s": options.began_s, "runner": options.runner}
-            found = api.search(options.model, listeners=listeners, **where, **asked)
-    except Interrupted as error:
-        print(f"autotune: {error}", file=sys.stderr)
-        found, code = error.scaling if on_each else error.result, INTERRUPTED
+        found, code = _find(options)
+    except (Exception, KeyboardInterrupt) as error:
+        if out is not None:  # it may hold the answer of an earlier search
+            write(out, "--out", failure_document(error) + "\n")
+        raise
     nothing = {"error": "interrupted before anything was measured", "exit_code": INTERRUPTED}
     text = document(nothing if found is None else found.to_dict())
-    if options.out:  # before it is printed: where this fails, the document that says so is the only one
+    if out is not None:  # before it is printed: where this fails, the document that says so is the only one
         write(out, "--out", text + "\n")
     if options.json:
         print(text)
@@ -84,6 +62,47 @@ def search(options: argparse.Namespace) -> int:
     elif found is not None:
         _print(answer_sections(found, find_techniques(), model=options.model or ""))
     return code
+
+
+def _out_of_search(options: argparse.Namespace) -> Path | None:
+    """The file that the document is written to, which the search does not read."""
+    from autotune.runners.command import files_of
+    from autotune.task.model_file import find_model_file
+
+    if not options.out:
+        return None
+    out = Path(options.out)
+    require_writable(out, "--out")
+    if options.model:
+        require_other(out, "--out", MODEL_FILE, find_model_file(options.model)[0])
+    if options.script is not None:
+        require_other(out, "--out", "a file of the command", *files_of(options.script))
+    require_other(out, "--out", "the table", options.replay)
+    return out
+
+
+def _find(options: argparse.Namespace) -> tuple[Result | Scaling | None, int]:
+    """The answer, the best so far of a search that was interrupted, or None; and the exit code."""
+    from autotune import api
+    from autotune.report.live import live_listener
+    from autotune.trackers import tracker
+    from autotune.tuning.recommend import Interrupted
+
+    asked = read_options(options, SearchOptions if options.script is None else CommandOptions)
+    on_each = SEVERAL.fullmatch(asked.get("devices", "")) is not None
+    listeners = [live_listener(sys.stderr, quiet=options.quiet), *map(tracker, options.track)]
+    try:
+        if on_each:
+            return _search_on_each(options, listeners, asked), ANSWERED
+        if options.script is not None:
+            found = api.search_command(options.script, listeners=listeners, began_s=options.began_s, **asked)
+        else:
+            where = _runner(options) or {"began_s": options.began_s, "runner": options.runner}
+            found = api.search(options.model, listeners=listeners, **where, **asked)
+        return found, ANSWERED
+    except Interrupted as error:
+        print(f"autotune: {error}", file=sys.stderr)
+        return error.scaling if on_each else error.result, INTERRUPTED
 
 
 def _search_on_each(options: argparse.Namespace, listeners: Sequence[Listener], asked: dict[str, Any]) -> Scaling:

@@ -154,3 +154,23 @@ def test_a_document_that_cannot_be_written_to_out_is_one_error_and_no_second_doc
     monkeypatch.setattr(api, "search", lambda *args, **options: answer("sqlite:///gpt.db"))
     assert main(["search", "tiny.py", "--json", "--out", "/dev/full"]) == 2
     assert "/dev/full" in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(NothingFeasible("none"), 1), (ConfigError("bad"), 2), (KeyboardInterrupt(), 130)]
+)
+def test_a_search_without_an_answer_leaves_no_older_one_in_out(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autotune import api
+
+    def search(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "search", search)
+    shutil.copy(TINY, "tiny.py")
+    out = Path("result.json")
+    out.write_text('{"config": {"batch_size": 8}}')
+    assert main(["search", "tiny.py", "--json", "--out", str(out)]) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert json.loads(out.read_text()) == printed and printed["exit_code"] == code
