@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import time
@@ -21,11 +22,14 @@ __all__ = ["main"]
 AHEAD = ("search", "probe", "verify")
 ELSEWHERE = ("replay", "runner", "script", "slots")  # the options with which others start what trains
 
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code; only `--help` and `--version` exit from within argparse."""
     began_s = time.monotonic()
     given = sys.argv[1:] if arguments is None else arguments
     hide_passwords(given)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without Unicode shows `?` for what it lacks
+        sys.stdout.reconfigure(errors="replace")
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
         import argcomplete

@@ -194,6 +194,6 @@ def require_other(path: Path, flag: str, what: str, *read: Path | str | None) ->
 def write(path: Path, flag: str, content: str) -> None:
     """Write an output. Raises ConfigError where that fails."""
     try:
-        path.write_text(content, encoding="utf-8")
+        path.write_text(content, encoding="utf-8", errors="surrogateescape")  # a file's name may be no UTF-8
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}; the study keeps the result") from None

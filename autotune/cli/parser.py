@@ -111,7 +111,9 @@ def _add_to_search(parser: Parser) -> None:
         metavar="NAME[:WHERE]",
         help="probe on other machines: the runner's name and, behind a colon, where; an unknown NAME lists them all",
     )
-    parser.group(OUTPUT).add_argument("--out", metavar="FILE", help="write the JSON document to FILE too, also that of an error")
+    parser.group(OUTPUT).add_argument(
+        "--out", metavar="FILE", help="write the JSON document to FILE too, also that of an error"
+    )
     parser.group(OUTPUT).add_argument(
         "--track",
         action="append",

@@ -126,8 +126,10 @@ def plain(cell: Cell) -> str:
 
 
 def document(data: dict[str, Any]) -> str:
-    """Plain data as a JSON document that every parser takes. Infinity and NaN, which JSON lacks, become null."""
-    return json.dumps(_finite(data), indent=2, ensure_ascii=False, allow_nan=False)
+    """Plain data as a JSON document that every parser takes, in ASCII, which every output can hold. Infinity and NaN, which JSON lacks,
+    become null.
+    """
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

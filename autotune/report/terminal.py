@@ -28,9 +28,7 @@ STYLES = {
 
 
 def stdout_console() -> Console:
-    """A console on standard output. A terminal without Unicode shows `?` for what it lacks."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+    """A console on standard output."""
     return Console(file=sys.stdout, highlight=False)
 
 

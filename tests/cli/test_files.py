@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from autotune import api
 from autotune.cli import commands, main
 from autotune.cli.files import read_project
+from autotune.cli.files import write as write_output
 from autotune.errors import ConfigError
 from tests.report.sample_study import answer, but, write_study
 
@@ -261,3 +263,8 @@ def test_a_searchs_answer_does_not_replace_its_script(here: Path, capsys: pytest
 def test_a_replays_answer_does_not_replace_its_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "table.csv").write_text("not read\n")
     refused(["search", "model.py", "--replay", "table.csv", "--out"], "table.csv", "the table", capsys)
+
+
+def test_an_output_may_name_a_file_whose_name_is_no_utf_8() -> None:
+    write_output(Path("page.html"), "--html", os.fsdecode(b"of gr\xf6sser.py"))
+    assert Path("page.html").read_bytes() == b"of gr\xf6sser.py"

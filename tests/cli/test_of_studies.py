@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from autotune.records.outcome import Kind, Measurement, Outcome
 from autotune.records.recheck import Recheck, Rechecks
 from autotune.study.reading import load_study
 from autotune.tuning import later
-from tests.report.sample_study import GLOBAL_BATCH, but, without_a_gain, write_study
+from tests.report.sample_study import GLOBAL_BATCH, answer, but, without_a_gain, write_study
 
 MODEL = f"""
 import torch
@@ -84,6 +86,23 @@ def test_answers_are_compared_as_a_table_or_as_json(study: Path, capsys: pytest.
     assert capsys.readouterr().out.count("faster") == 2
     assert main(["compare", str(study), str(study), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["answers"]) == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["show", "STUDY"], ["show", "STUDY", "--html"], ["show", "STUDY", "--json"], ["export", "STUDY", "--to", "torch"]],
+)
+def test_a_stdout_that_lacks_characters_is_no_fault(words: list[str], tmp_path: Path) -> None:
+    name = "größtes 模型"
+    study = write_study(tmp_path / "gpt.db", name=name, result=lambda url: but(answer(url), study=name))
+    command = [sys.executable, "-m", "autotune", *(str(study) if word == "STUDY" else word for word in words)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    if "--json" in words:
+        assert json.loads(done.stdout)["study"] == name
+    else:
+        assert "gr??tes ??" in done.stdout
 
 
 @pytest.mark.parametrize("words", [["compare", "STUDY", "STUDY"], ["export", "STUDY", "--to", "env"]])
