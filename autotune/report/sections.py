@@ -47,7 +47,8 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under titles; there is no head where all titles are empty. The last column alone is wrapped.
+    """Rows of cells under titles; there is no head where all titles are empty. The last column is wrapped, and others where
+    that is not enough.
 
     Attributes:
         titles: a title that begins with `>` makes its column one of numbers, aligned to the right.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from rich import table as rich_table
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from autotune.report.sections import Cell, Code, Paragraph, Section, Span, Table, Tone
 
+INDENT, GAP = 2, 2  # columns before a table, and between its own
+LEAST = 10  # columns that are left of a cell which is folded
 MAX_CODE_WIDTH = 100  # columns; a wider terminal does not make wider code
 STYLES = {
     Tone.PLAIN: "",
@@ -62,7 +64,7 @@ def _section(section: Section, width: int) -> Iterable[RenderableType]:
             case Paragraph():
                 yield from _paragraph(block, width)
             case Table():
-                yield _table(block)
+                yield _table(block, width)
             case Code():
                 yield from (Text(f"  {line}") for line in block.lines(min(width, MAX_CODE_WIDTH) - 2))
 
@@ -74,16 +76,29 @@ def _paragraph(paragraph: Paragraph, width: int) -> Iterable[Text]:
         yield (mark if number == 0 else Text(" " * len(mark))) + line
 
 
-def _table(table: Table) -> RenderableType:
-    made = rich_table.Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False, expand=False)
+def _table(table: Table, width: int) -> RenderableType:
+    made = rich_table.Table(box=None, padding=(0, GAP, 0, 0), header_style="dim", pad_edge=False, expand=False)
     made.show_header = any(table.titles)
-    for title in table.titles:
-        made.add_column(title.removeprefix(">"), justify="right" if title.startswith(">") else "left", no_wrap=True)
-    last = made.columns[-1]
-    last.no_wrap, last.overflow = False, "fold"
+    folded = _folded(table, width - INDENT)
+    for place, title in enumerate(table.titles):
+        justify: JustifyMethod = "right" if title.startswith(">") else "left"
+        made.add_column(title.removeprefix(">"), justify=justify, no_wrap=place not in folded, overflow="fold")
     for row in table.rows:
         made.add_row(*map(style, row))
-    return Padding(made, (0, 0, 0, 2), expand=False)
+    return Padding(made, (0, 0, 0, INDENT), expand=False)
+
+
+def _folded(table: Table, width: int) -> Collection[int]:
+    """The columns that are folded, the widest first: the last one; all text, where too little would be left of that; else every column."""
+    titles = [title.removeprefix(">") for title in table.titles]
+    widths = [max(style(cell).cell_len for cell in column) for column in zip(titles, *table.rows, strict=True)]
+    columns = range(len(widths))
+    text = [place for place in columns if not table.titles[place].startswith(">")]
+    for folded in (text[-1:] if columns[-1] in text else [], text):
+        least = sum(min(widths[place], LEAST) if place in folded else widths[place] for place in columns)
+        if least + GAP * columns[-1] <= width:
+            return folded
+    return columns
 
 
 _MEASURING = Console(file=io.StringIO(), highlight=False)

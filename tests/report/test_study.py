@@ -150,6 +150,16 @@ def test_a_row_of_figures_is_one_line_in_a_terminal(study: Study) -> None:
     assert len(rows) == 2 and all(row.endswith(peak) for row in rows)
 
 
+def test_three_studies_with_long_names_are_compared_whole_at_80_columns(study: Study) -> None:
+    names = ("gpt-medium on the machine of the lab", "gpt-medium on my own machine", "gpt-medium on the rented machine")
+    devices = ("cuda:0 NVIDIA A100-SXM4-80GB", "cuda:0 NVIDIA H200", "cuda:0 NVIDIA GeForce RTX 4090")
+    found = [replace(study.facts, fingerprint=replace(study.facts.fingerprint, device=device)) for device in devices]
+    studies = [replace(study, name=name, facts=facts) for name, facts in zip(names, found, strict=True)]
+    answers, _, differs = as_text(comparison_sections(studies), width=80).partition("What differs")
+    assert answers.count("1.08 GiB") == 3
+    assert all(word in differs for device in devices for word in device.split())
+
+
 def test_a_study_without_an_answer_cannot_be_compared(study: Study, unanswered: Study) -> None:
     with pytest.raises(StudyError, match="has no answer yet"):
         list(comparison_sections([study, unanswered]))

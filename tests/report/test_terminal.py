@@ -37,6 +37,18 @@ def test_a_section_is_its_title_its_note_and_its_blocks_indented() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_column_of_a_wide_table_vanishes(width: int) -> None:
+    name, verdict = "gpt-medium-on-the-second-machine", "faster in one round"
+    row = (name, verdict, "at least 1.31x", "84.1 ±1.2%", "42.0 ±0.9%", "1.46 GiB")
+    titles = ("study", "verdict", ">gain", ">samples/s", ">baseline", ">peak")
+    lines = as_text([Section("", (table(titles, [row]),))], width).splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert width < 80 or all(any(figure in line for line in lines) for figure in row[2:])
+    told = "".join((*titles, *row)).replace(">", "").replace(" ", "")
+    assert sorted("".join("".join(lines).split())) == sorted(told)
+
+
 @pytest.mark.parametrize("width", [8, 12, 40])
 def test_code_is_broken_between_its_items_alone(width: int) -> None:
     code = Code("f(", ("first=1", "second=2"), ")")
