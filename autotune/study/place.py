@@ -18,9 +18,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import filelock
 import psutil
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from autotune.devices.linux import PROC
 from autotune.errors import StudyError
@@ -28,11 +31,13 @@ from autotune.records.config import Choice
 from autotune.records.device import same_memory
 from autotune.records.study import BegunTrial, Fingerprint, Owner, StudyFacts
 from autotune.study.backends import shared_backend_of, ways_to_share
-from autotune.study.backends.base import without_password
+from autotune.study.backends.base import scheme_of, without_password
 from autotune.techniques import Techniques
 from autotune.units import format_bytes, format_exact_bytes
 
 DEFAULT_FOLDER = "studies"
+SQLITE_FILE = "sqlite:///"
+ESCAPES = {ord(character): quote(character) for character in "%?{}"}
 PLAY_OFF_OF = "play_off_of"  # attribute of the play-off's own study: the name of the search's study
 BEAT_S = 30.0  # between two signs of life of a controller: each write takes a disk 20 ms
 # so long after its last sign of life a controller on another machine counts as gone: 20 beats, since a write may wait for a busy
@@ -148,12 +153,24 @@ def place_of(storage: str | None, study: str | None, task: str, version: str = "
     if storage is None:
         storage = str(Path(DEFAULT_FOLDER) / f"{study or task}.db")
     if "://" not in storage:
-        file = Path(storage).absolute()
-        storage = f"sqlite:///{file}"
-        return Place(storage=storage, name=name, file=file, url=storage)
-    file_url = storage.startswith("sqlite:///") and ":memory:" not in storage
-    file_of_url = Path(storage.removeprefix("sqlite:///")) if file_url else None
-    return Place(storage=without_password(storage), name=name, file=file_of_url, url=storage)
+        storage = url_of(Path(storage).absolute())
+    return Place(storage=without_password(storage), name=name, file=file_of(storage), url=storage)
+
+
+def file_of(url: str) -> Path | None:
+    """The file of an SQLite database, whatever driver and options its URL names; None for what is in memory, and for other storages."""
+    try:
+        database = make_url(url).database if scheme_of(url) == "sqlite" else None
+    except (ArgumentError, ValueError):  # whoever opens it says so
+        return None
+    return Path(database) if database and ":memory:" not in database else None
+
+
+def url_of(file: Path) -> str:
+    """The URL of an SQLite file. Characters that SQLAlchemy or Optuna would take for something else are escaped."""
+    url = f"{SQLITE_FILE}{file}"
+    is_plain = file_of(url) == file and not set("{}") & set(url)
+    return url if is_plain else f"{SQLITE_FILE}{str(file).translate(ESCAPES)}"
 
 
 @contextlib.contextmanager

@@ -26,14 +26,12 @@ from autotune.study.backends import shared_backend_of
 from autotune.study.backends.base import without_password
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
-from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF
+from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF, file_of, url_of
 from autotune.study.store import connect, facts_of, opening_errors, trials_of
 from autotune.techniques import Techniques, find_techniques
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_SQLITE_FILE = "sqlite:///"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
     return Study(
         name=name,
         storage=shown if "://" in given else str(file),
-        url=given if file is None else _url_of(file),
+        url=given if file is None else url_of(file.absolute()),
         facts=replace(facts, result=None),
         techniques=find_techniques(),
         others=_of_one_task(own, name),
@@ -212,22 +210,17 @@ def open_to_show(path_or_url: str | Path) -> tuple[BaseStorage, str]:
     file = _database_file(given)
     if file is not None:
         _require_database(file)
-        return connect(_url_of(file)), _url_of(file)
+        url = url_of(file.absolute())
+        return connect(url), url
     nothing_new = {"must_exist": True} if shared_backend_of(given) is not None else {}
     with opening_errors(without_password(given), "read", "a storage with a study that `autotune search` wrote"):
         return connect(given, **nothing_new), without_password(given)
 
 
-def _url_of(file: Path) -> str:
-    return f"{_SQLITE_FILE}{file.absolute()}"
-
-
 def _database_file(given: str) -> Path | None:
     """The file of an SQLite database, which may be given by the name that `--study` took; None for another kind of storage."""
-    if given.startswith(_SQLITE_FILE):
-        return Path(given.removeprefix(_SQLITE_FILE))
     if "://" in given:
-        return None
+        return file_of(given)
     named = Path(DEFAULT_FOLDER) / f"{given}.db"
     return named if named.is_file() and not Path(given).is_file() else Path(given)  # a folder may have a model's name
 

@@ -20,6 +20,7 @@ from autotune.records.study import BegunTrial, Owner, Proposal
 from autotune.study import place, store
 from autotune.study.place import lock_study, place_of
 from autotune.study.reading import load_study
+from autotune.study.store import stored_facts
 from tests.closed_form import ClosedFormRunner, make_search
 
 SERVER = "mysql+pymysql://host/autotune"
@@ -38,6 +39,34 @@ def test_one_search_writes_to_a_study_at_a_time(storage: str, tmp_path: Path, mo
         pass
     with lock_study(place):
         pass
+
+
+@pytest.mark.parametrize("url", ["sqlite:///some.db", "sqlite:///some.db?timeout=60", "sqlite+pysqlite:///some.db"])
+def test_a_file_has_one_lock_however_its_url_is_written(url: str) -> None:
+    with (
+        lock_study(place_of("some.db", None, "gpt")),
+        pytest.raises(StudyError, match=r"some\.db is in use by another search"),
+        lock_study(place_of(url, None, "gpt")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("storage", "file"),
+    [
+        ("sqlite:///some.db?timeout=60", "some.db"),
+        ("sqlite+pysqlite:///some.db", "some.db"),
+        ("lr? {x} 100%41.db", "lr? {x} 100%41.db"),
+    ],
+)
+def test_a_study_is_found_again_by_its_storage(storage: str, file: str, tmp_path: Path) -> None:
+    search = make_search(tmp_path, ClosedFormRunner(), storage=storage)
+    search.probe(Proposal(config=search.history.space.baseline))
+    place = place_of(storage, None, "closed")
+    assert place.file is not None and place.file.absolute() == Path(file).absolute()
+    assert place.file.exists() and stored_facts(place) is not None
+    for given in (place.storage, load_study(place.storage).url, file):
+        assert len(load_study(given).probes) == 1
 
 
 def test_studies_of_one_server_are_locked_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
