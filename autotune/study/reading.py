@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from autotune.techniques import Techniques, find_techniques
 
 if TYPE_CHECKING:
     import pandas as pd
+    from optuna.study._frozen import FrozenStudy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,14 +144,11 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
     """
     given = str(path_or_url)
     file = _database_file(given)
-    shown = str(file) if file is not None else without_password(given)
-    if file is not None:
-        _require_database(file)
-    expected = "a database file such as studies/gpt.db, or a URL such as sqlite:///studies/gpt.db with --study NAME"
-    with opening_errors(shown, "read", expected), _reading(given, file) as storage:
+    shown = _shown(given, file)
+    with _opened(given, file) as storage:
         kept = storage.get_all_studies()
-        searches = {one.study_name: _whose(one.user_attrs) for one in kept if PLAY_OFF_OF not in one.user_attrs}
-        own = {name: about for name, about in searches.items() if about.ranked_beside not in searches}
+        searches = _searches(kept)
+        own = _users_own(searches)
         name = _choose(searches if study else own, study, shown)
         parts = [one.study_name for one in kept if name in (one.study_name, one.user_attrs.get(PLAY_OFF_OF))]
         studies = [optuna.load_study(study_name=part, storage=storage) for part in parts]
@@ -175,6 +173,32 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
         num_lost=sum(trial.state is TrialState.FAIL for trial in probes),
         result=facts.result,
     )
+
+
+def studies_in(path_or_url: str | Path) -> list[str]:
+    """Names of the studies that searches have made in a storage, apart from those that rank another choice of what is trained.
+
+    Raises:
+        StudyError: no such file, or no database.
+    """
+    given = str(path_or_url)
+    with _opened(given, _database_file(given)) as storage:
+        made = [one for one in storage.get_all_studies() if "format" in one.user_attrs]
+    return list(_users_own(_searches(made)))
+
+
+@contextlib.contextmanager
+def _opened(given: str, file: Path | None) -> Iterator[BaseStorage]:
+    """Optuna's storage for reading. Raises StudyError where it cannot be read."""
+    if file is not None:
+        _require_database(file)
+    expected = "a database file such as studies/gpt.db, or a URL such as sqlite:///studies/gpt.db with --study NAME"
+    with opening_errors(_shown(given, file), "read", expected), _reading(given, file) as storage:
+        yield storage
+
+
+def _shown(given: str, file: Path | None) -> str:
+    return str(file) if file is not None else without_password(given)
 
 
 @contextlib.contextmanager
@@ -259,6 +283,16 @@ def _databases_near(file: Path) -> str:
     if named := [str(path) for path in found if path.stem in close]:
         return f"; did you mean {' or '.join(named)}?"
     return f"; there is {', '.join(map(str, found[:5]))}"
+
+
+def _searches(kept: Iterable[FrozenStudy]) -> dict[str, StudyFacts]:
+    """The studies that are no play-off's, by name, with the facts by which they are chosen."""
+    return {one.study_name: _whose(one.user_attrs) for one in kept if PLAY_OFF_OF not in one.user_attrs}
+
+
+def _users_own(searches: Mapping[str, StudyFacts]) -> dict[str, StudyFacts]:
+    """Those that train what the user asked for: not another choice of what is trained, ranked beside one of them."""
+    return {name: about for name, about in searches.items() if about.ranked_beside not in searches}
 
 
 def _whose(attributes: Mapping[str, Any]) -> StudyFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autotune.errors import ConfigError, StudyError
@@ -12,7 +13,7 @@ from autotune.records.priors import Circumstances, PriorStudy, name_of
 from autotune.records.result import Result
 from autotune.records.study import Fingerprint
 from autotune.study.priors import PriorStore
-from autotune.study.reading import load_study
+from autotune.study.reading import load_study, studies_in
 from autotune.techniques import Techniques
 from autotune.tuning.state import Search
 
@@ -40,14 +41,14 @@ def recall(
     """
     here = Circumstances.of(inspection.signature, known, inspection.baseline)
     taught = NOTHING_TAUGHT
+    own = name_of(inspection.facts.name, known) if is_resumed else ""
     if options.like is not None:
-        given = prior_of(options.like)
+        given = prior_of(options.like, here, own)
         taught = Taught.by(
             [Lesson(given, here.likeness(given.circumstances, same_model=True))], techniques, options.objective
         )
     elif store is not None and not options.no_priors and here.signature is not None:
-        own = name_of(inspection.facts.name, known)
-        others = [study for study in store.studies() if not (is_resumed and study.name == own)]
+        others = [study for study in store.studies() if study.name != own]
         taught = Taught.by(
             [Lesson(study, here.likeness(study.circumstances)) for study in others], techniques, options.objective
         )
@@ -69,19 +70,24 @@ def with_known_setups(inspection: Inspection, taught: Taught, device: str) -> In
     return replace(inspection, support=support)
 
 
-def prior_of(path_or_url: str) -> PriorStudy:
-    """What a study leaves.
+def prior_of(path_or_url: str, here: Circumstances, own: str = "") -> PriorStudy:
+    """What a study leaves. Of several in one storage it is the one most alike, or the one searched last of those that are equally so.
+
+    Args:
+        own: name of the study that the search goes on with, which is taken only where there is no other.
 
     Raises:
         StudyError: it cannot be read, or its baseline was not measured.
     """
-    study = load_study(path_or_url)
-    found = PriorStudy.of(study.facts, study.probes, study.result, study.facts.searched_at)
-    if found is None:
+    names: Sequence[str | None] = studies_in(path_or_url) or [None]  # of no study, `load_study` tells why
+    studies = [load_study(path_or_url, study=name) for name in names]
+    left = [PriorStudy.of(study.facts, study.probes, study.result, study.facts.searched_at) for study in studies]
+    found = [study for study in left if study is not None]
+    if not found:
         raise StudyError(
-            f"like: the study {study.name} teaches nothing, because its baseline or anything beside it was not measured; give another"
+            f"like: {path_or_url} teaches nothing, because no baseline with anything beside it was measured there; give another"
         )
-    return found
+    return max(found, key=lambda one: (one.name != own, here.likeness(one.circumstances), one.searched_at))
 
 
 def leave_priors(search: Search, result: Result | None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from autotune.errors import ConfigError, StudyError
@@ -29,7 +30,7 @@ from autotune.tuning.search import search
 from autotune.tuning.teaching import with_known_setups
 from tests.closed_form import MIB, ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
-from tests.records.test_priors import here, transformer
+from tests.records.test_priors import CONVOLUTIONAL, here, transformer
 
 TABLE = Path(__file__).parent.parent.parent / "tests/benchmarks/unseen/scan_unet/avx2.csv"
 QUICK = {"num_trials": 6, "budget_s": 20.0}
@@ -128,6 +129,32 @@ def test_like_names_the_only_teacher(taught: PriorStudy, short_play_off: None) -
         run(Stranger(), like="seen", no_priors=True)
     with pytest.raises(StudyError, match="there is no study file nowhere"):
         run(Stranger(), like="nowhere")
+
+
+def test_of_several_studies_in_one_file_the_most_alike_teaches_else_the_last(short_play_off: None) -> None:
+    class Unlike(Seen):
+        task_name = "unlike"
+
+        def inspected(self) -> Inspection:
+            return inspection(facts=facts(self.task_name), signature=CONVOLUTIONAL)
+
+    class Unseen(Seen):
+        task_name = "unseen"
+
+        def inspected(self) -> Inspection:
+            return inspection(facts=facts(self.task_name))
+
+    def teacher(runner: ClosedFormRunner, **options: Any) -> str:
+        (text,) = (text for text in run(runner, like="both.db", **options).texts if "earlier searches taught" in text)
+        return text.partition("taught: ")[2].partition(" ")[0]
+
+    for runner in (Seen(), Unlike()):
+        run(runner, storage="both.db", no_priors=True)
+    assert teacher(Changed()) == "seen"
+    assert teacher(Unseen()) == "unlike"
+    assert teacher(Seen(), storage="both.db") == "unlike", "a search that goes on does not teach itself"
+    optuna.create_study(storage="sqlite:///both.db", study_name="somebody else's")
+    assert teacher(Changed(), study="again") == "seen"
 
 
 def test_what_misleads_costs_one_probe(taught: PriorStudy, short_play_off: None) -> None:
