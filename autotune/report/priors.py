@@ -20,6 +20,8 @@ ANSWER = "answer: its one probe in the search, over the baseline's"
 
 def sections(studies: Sequence[PriorStudy], files: Sequence[Path]) -> list[Section]:
     """A row for each study, the newest first."""
+    if files and not studies:
+        return [Section("", (Paragraph(f"Nothing could be read of {', '.join(map(str, files))}."),))]
     if not studies:
         return [Section("", (Paragraph("Nothing is remembered: no search of a model has ended here."),))]
     head = ("study", ">configs", ">answer", "of")

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from autotune.records.formats import require_readable
 from autotune.records.priors import PriorStudy
 
 PRIORS = ".priors"  # a folder beside the studies' databases
+ASIDE, NEW = ".aside", ".part"  # what was set aside; what is being written
 FORMAT = 1
 STUDY, TRIAL = "prior_study", "prior_trial"  # attributes in Optuna, which hold the records
 LOCK_S = 5.0  # how long another search may write before this one goes on without
@@ -59,6 +61,8 @@ class PriorStore:
         if not self.files:
             return []
         with self._locked() as is_locked:
+            if not is_locked:
+                self._tell(f"{self._busy}, so what earlier searches taught is not known for now")
             found = [study for file in self.files for study in self._read(file)] if is_locked else []
         return sorted(found, key=lambda study: study.searched_at, reverse=True)
 
@@ -69,22 +73,32 @@ class PriorStore:
         with self._locked() as is_locked, contextlib.suppress(OSError):
             if not is_locked:
                 return
-            if self._own.exists():
-                mend(self._own)
-                kept = self._read(self._own)  # sets a broken file aside
-                for earlier in kept:
-                    if earlier.name == study.name:
-                        study = study.with_trials_of(earlier)
-                if self._own.exists() and self._own.stat().st_size > MOST_BYTES:
-                    newest = sorted(kept, key=lambda one: one.searched_at, reverse=True)
-                    _rewrite(self._own, [one for one in newest if one.name != study.name][: MOST_STUDIES - 1])
-            storage = _open(self._own)
-            if study.name in optuna.get_all_study_names(storage):
-                optuna.delete_study(study_name=study.name, storage=storage)
-            _write(storage, study)
+            with _anew(self._own) as new:
+                if self._own.exists():
+                    mend(self._own)
+                    kept = self._read(self._own)  # sets a broken file aside
+                    for earlier in kept:
+                        if earlier.name == study.name:
+                            study = study.with_trials_of(earlier)
+                    self._take_over(kept, study.name, new)
+                storage = _open(new)
+                if study.name in optuna.get_all_study_names(storage):
+                    optuna.delete_study(study_name=study.name, storage=storage)
+                _write(storage, study)
+
+    def _take_over(self, kept: list[PriorStudy], name: str, new: Path) -> None:
+        """Begin a new journal with what this machine's holds, or where that is large, with its newest studies of other names."""
+        if not self._own.exists():
+            return
+        if self._own.stat().st_size <= MOST_BYTES:
+            shutil.copyfile(self._own, new)
+            return
+        newest = sorted(kept, key=lambda one: one.searched_at, reverse=True)
+        _write_all(new, [one for one in newest if one.name != name][: MOST_STUDIES - 1])
 
     def forget(self, name: str | None = None) -> list[str]:
-        """Forget a study of this name, or all studies. Nothing of them stays in a file. Returns the names.
+        """Forget a study of this name, or all studies. Nothing of them stays in a journal, and of all studies nothing in one that was set
+        aside. Returns the names.
 
         Raises:
             StudyError: no such study is remembered, or the files cannot be written.
@@ -93,15 +107,18 @@ class PriorStore:
         try:
             with self._locked() as is_locked:
                 if not is_locked:
-                    raise StudyError(f"another search writes to {self._folder}; try again when it is done")
+                    raise StudyError(f"{self._busy}; try again when it is done")
                 for file in self.files:
                     studies = self._read(file)
                     gone = [study.name for study in studies if name in (None, study.name)]
                     if name is None:
                         file.unlink(missing_ok=True)
                     elif gone:
-                        _rewrite(file, [study for study in studies if study.name != name])
+                        with _anew(file) as new:
+                            _write_all(new, [study for study in studies if study.name != name])
                     forgotten += gone
+                for rest in self._rests(set_aside=name is None):
+                    rest.unlink()
         except OSError as error:
             raise StudyError(f"{self._folder} cannot be written: {error}; change its permissions") from None
         if name is not None and not forgotten:
@@ -109,6 +126,18 @@ class PriorStore:
                 raise StudyError(f"{name!r} is not remembered in {self._folder}; expected one of {known}, or all")
             raise StudyError(f"nothing is remembered in {self._folder}; give the folder of your studies by --folder")
         return forgotten
+
+    def _rests(self, *, set_aside: bool) -> Iterator[Path]:
+        """Files that writing which was cut short has left; with `set_aside` also journals that were, but no foreign file."""
+        yield from self._folder.glob(f"*{NEW}")
+        for file in self._folder.glob(f"*{ASIDE}") if set_aside else []:
+            content = file.read_bytes()
+            if any(mark.encode() in content for mark in (STUDY, TRIAL)):
+                yield file
+
+    @property
+    def _busy(self) -> str:
+        return f"another search writes to {self._folder}"
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
@@ -140,7 +169,7 @@ class PriorStore:
         except StudyError as error:  # a later version wrote it, which may be in use beside this one
             self._tell(str(error))
         except Exception as error:  # whatever Optuna makes of a file that is no journal
-            aside = _free_name(file.with_suffix(".aside"))
+            aside = _free_name(file.with_suffix(ASIDE))
             self._tell(
                 f"what earlier searches taught cannot be read ({in_one_line(error)}): {file} is set aside as {aside.name}, and later "
                 "searches begin anew"
@@ -161,14 +190,20 @@ def _open(file: Path) -> JournalStorage:
     return JournalStorage(JournalFileBackend(str(file)))
 
 
-def _rewrite(file: Path, studies: list[PriorStudy]) -> None:
-    """Write a journal anew, so that nothing else stays in it. A journal itself only grows."""
-    new = file.with_suffix(".part")
+@contextlib.contextmanager
+def _anew(file: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of `file`: that one stays as it is where writing is cut short."""
+    new = file.with_suffix(NEW)
     new.unlink(missing_ok=True)
-    storage = _open(new)
+    yield new
+    os.replace(new, file)
+
+
+def _write_all(file: Path, studies: list[PriorStudy]) -> None:
+    """Write a new journal, so that nothing else stays in it. A journal itself only grows."""
+    storage = _open(file)
     for study in studies:
         _write(storage, study)
-    os.replace(new, file)
 
 
 def _write(storage: JournalStorage, study: PriorStudy) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import filelock
 import pytest
 
 from autotune.cli import main
+from autotune.study import priors
 from autotune.study.priors import PriorStore
 from tests.study.test_priors import left
 
@@ -51,3 +53,14 @@ def test_a_foreign_file_is_set_aside_with_a_note(capsys: pytest.CaptureFixture[s
     assert main(["priors", "--forget", "all"]) == 0
     assert "foreign.journal is set aside as foreign.aside" in capsys.readouterr().err
     assert Path("studies/.priors/foreign.aside").read_text() == "mine"
+
+
+def test_while_another_search_writes_that_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(priors, "LOCK_S", 0.1)
+    with filelock.FileLock("studies/.priors/lock"):
+        assert main(["priors"]) == 0
+    told = capsys.readouterr()
+    assert "note: another search writes to studies/.priors" in told.err
+    assert "Nothing could be read of studies/.priors/" in told.out and "Nothing is remembered" not in told.out

@@ -103,6 +103,43 @@ def test_a_foreign_file_is_set_aside_and_what_comes_after_is_kept(tmp_path: Path
     assert file.with_suffix(".aside").exists()
 
 
+def test_forgetting_all_leaves_no_journal_that_was_set_aside(tmp_path: Path) -> None:
+    store = PriorStore(tmp_path)
+    store.keep(left("secret 1"))
+    (file,) = store.files
+    file.write_bytes(b"damaged\n" + file.read_bytes())
+    assert store.studies() == [] and "secret" in file.with_suffix(".aside").read_text()
+    store.forget()
+    assert not list(tmp_path.rglob("*.aside"))
+
+
+def test_what_is_remembered_of_a_study_stays_where_writing_it_anew_is_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(storage: JournalStorage, study: PriorStudy) -> None:
+        optuna.create_study(storage=storage, study_name=study.name)
+        raise KeyboardInterrupt
+
+    store = PriorStore(tmp_path)
+    store.keep(left())
+    with monkeypatch.context() as patch:
+        patch.setattr(priors, "_write", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            store.keep(left(speed=1.7))
+    assert store.studies() == [left()]
+    store.keep(left(speed=1.7))
+    assert store.studies() == [left(speed=1.7)]
+
+
+def test_forgetting_leaves_nothing_of_a_writing_that_was_cut_short(tmp_path: Path) -> None:
+    store = PriorStore(tmp_path)
+    store.keep(left("secret 1"))
+    store.keep(left("other 2"))
+    store.files[0].with_suffix(".part").write_bytes(store.files[0].read_bytes())
+    store.forget("secret 1")
+    assert not list(tmp_path.rglob("*.part"))
+
+
 def test_another_programs_journal_is_set_aside(tmp_path: Path) -> None:
     told: list[str] = []
     store = PriorStore(tmp_path, told.append)
