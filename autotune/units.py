@@ -94,6 +94,7 @@ def format_count(number: int) -> str:
 
 
 def _decimal(number: float) -> str:
+    number = float(f"{number:.3g}")  # rounded first: 999.7 M is 1 G
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {prefix}"
@@ -123,11 +124,12 @@ def format_exact_seconds(seconds: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """`0.0123` -> `12.3 ms`, `75` -> `1m15s`."""
-    if seconds < 1e-3:
+    rounded = float(f"{seconds:.3g}")
+    if rounded < 1e-3:
         return f"{seconds * 1e6:.3g} us"
-    if seconds < 1:
+    if rounded < 1:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if rounded < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -2,7 +2,15 @@
 
 import pytest
 
-from autotune.units import format_bytes, format_chance, format_seconds, parse_bytes, parse_fraction, parse_seconds
+from autotune.units import (
+    format_bytes,
+    format_chance,
+    format_per_s,
+    format_seconds,
+    parse_bytes,
+    parse_fraction,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,26 @@ def test_bytes_are_shown_in_binary_units(num_bytes, text):
     assert format_bytes(num_bytes) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.0123, "12.3 ms"), (2.5, "2.5 s"), (75, "1m15s"), (3720, "1h02m")])
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1.05e11, "105 GFLOP/s"), (9.994e8, "999 MFLOP/s"), (9.997e8, "1 GFLOP/s"), (12.0, "12 FLOP/s")],
+)
+def test_a_rate_whose_rounded_figure_has_four_digits_is_shown_in_the_next_unit(number, text):
+    assert format_per_s(number, "FLOP") == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0123, "12.3 ms"),
+        (2.5, "2.5 s"),
+        (75, "1m15s"),
+        (3720, "1h02m"),
+        (0.0009999, "1 ms"),
+        (0.9999, "1 s"),
+        (59.97, "1m00s"),
+    ],
+)
 def test_seconds_are_shown_in_the_unit_that_reads_best(seconds, text):
     assert format_seconds(seconds) == text
 
