@@ -46,6 +46,10 @@ from autotune.units import format_bytes, format_count, format_per_s, format_seco
 
 VERIFY_STEPS = 100  # `--steps` of the command that is offered
 SHOWN_S = 0.05  # shorter parts of the wall time are not mentioned
+SLOWER = 0.995  # a change with a smaller ratio of speeds is shown below 1.00x
+AS_A_WHOLE = (
+    "The answer was chosen as a whole: a change below 1x in these pairs may gain beside the others, or save memory."
+)
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
 
@@ -437,7 +441,9 @@ def _reasons(reasons: Reasons, techniques: Techniques) -> Iterator[Section]:
             for effect in reasons.effects
         )
         changes = table((">speed", ">memory", ">pairs", "change"), rows)
-        yield Section("Effect of each change", (changes,), "from configs that differ in it alone; 95% intervals")
+        slower = any(effect.speed_ratio is not None and effect.speed_ratio < SLOWER for effect in reasons.effects)
+        told = [Paragraph(Span(AS_A_WHOLE, Tone.NOTE))] if slower else []
+        yield Section("Effect of each change", (changes, *told), "from configs that differ in it alone; 95% intervals")
     if reasons.limit:
         yield Section("Limit of the speed now", (Paragraph(reasons.limit), *_use(reasons)))
 

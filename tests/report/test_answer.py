@@ -253,6 +253,13 @@ def test_where_no_change_was_seen_by_itself_they_are_named_without_a_table(resul
     assert "No change was measured alone: batch 16 -> batch 24, fp32 -> bf16, default optimizer -> fused." in text
 
 
+def test_a_change_that_slowed_the_pairs_it_was_seen_in_is_not_left_unexplained(result: Result) -> None:
+    assert "chosen as a whole" not in text_of(result)
+    first, *others = result.effects
+    text = _flat(text_of(but(result, effects=(replace(first, speed_ratio=0.93), *others))))
+    assert "0.93x" in text and "The answer was chosen as a whole: a change below 1x in these pairs may gain" in text
+
+
 def test_the_answers_gain_is_the_same_everywhere(result: Result) -> None:
     assert text_of(replace(result, speedup=1.62)).count("1.62x") == 2  # verdict and front
     assert "1.73x" not in text_of(replace(result, speedup=1.62))
