@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,35 +62,34 @@ def start(environment: dict[str, str], *, imports: bool, processors: frozenset[i
         imports: whether it imports torch and what jobs need of the package at once.
         processors: numbers of those that everything behind it runs on; None for all that this process may use.
     """
-    own, theirs = socket.socketpair()
-    folder, to_folder = os.pipe()
-    os.set_blocking(folder, False)
-    printed = os.memfd_create("autotune-imports")
-    told = {
-        "socket": theirs.fileno(),
-        "folder": folder,
-        "parent": os.getpid(),
-        "processors": None if processors is None else sorted(processors),
-        "imports": imports,
-    }
-    try:
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        own, its = socket.socketpair()
+        ours.callback(own.close)
+        theirs.callback(its.close)
+        folder, to_folder = os.pipe()
+        ours.callback(os.close, to_folder)
+        theirs.callback(os.close, folder)
+        os.set_blocking(folder, False)
+        with tempfile.TemporaryFile() as file:  # Pythons built for an old glibc lack `os.memfd_create`
+            printed = os.dup(file.fileno())
+        ours.callback(os.close, printed)
+        told = {
+            "socket": its.fileno(),
+            "folder": folder,
+            "parent": os.getpid(),
+            "processors": None if processors is None else sorted(processors),
+            "imports": imports,
+        }
         process = subprocess.Popen(
             [sys.executable, "-m", "autotune.runners.supervisor", json.dumps(told)],
             stdin=subprocess.PIPE,
             stdout=printed,
             stderr=printed,
-            pass_fds=[theirs.fileno(), folder],
+            pass_fds=[its.fileno(), folder],
             env=environment,
             start_new_session=True,
         )
-    except BaseException:
-        own.close()
-        os.close(to_folder)
-        os.close(printed)
-        raise
-    finally:
-        theirs.close()
-        os.close(folder)
+        ours.pop_all()  # else they are closed, too: something failed
     return Started(process=process, socket=own, folder=to_folder, printed=printed, environment=environment)
 
 

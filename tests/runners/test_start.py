@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,9 +40,8 @@ def source(tmp_path: Path) -> TaskSource:
 
 
 def supervisors() -> list[int]:
-    """The supervisors that this process has started, without what guards their imports."""
-    mine = psutil.Process().children()
-    return [one.pid for one in mine if "autotune.runners.supervisor" in one.cmdline()]
+    """The supervisors that this process has started: each leads a session. One that has just begun may have no command line yet."""
+    return [one.pid for one in psutil.Process().children() if os.getsid(one.pid) == one.pid]
 
 
 def begin_and_end(source: TaskSource, folder: Path, is_ahead: bool) -> None:
@@ -57,6 +57,23 @@ def let_python_begin_with(code: str, folder: Path, monkeypatch: pytest.MonkeyPat
     (folder / "begins" / "sitecustomize.py").write_text(code)
     package = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "begins"), package]))
+
+
+def test_it_starts_on_pythons_that_lack_a_file_in_memory(
+    tmp_path: Path, source: TaskSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of uv and conda are built for an old glibc."""
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    with LocalRunner(source, device="cpu", logs=tmp_path):
+        assert supervisors()
+
+
+def test_one_that_cannot_start_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError), started_ahead():
+        pass
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_the_first_runner_takes_the_one_that_was_started_ahead(tmp_path: Path, source: TaskSource) -> None:
