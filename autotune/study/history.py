@@ -247,11 +247,12 @@ class History:
                 smallest[key] = min(config.batch_size, smallest.get(key, config.batch_size))
         return smallest
 
-    def _smallest_that_raises(self) -> float:
-        """The batch size from which the model raises an error, whatever else is chosen; infinite where no such size is known.
+    def _raises_from(self) -> list[tuple[int, set[tuple[str, Choice]]]]:
+        """For each error that the batch is to blame for: the size from which it is raised, and the choices that all its configs share.
 
         It takes the same error twice, once in a config that has run with a smaller batch and differs in nothing else.
         """
+        on = self.space.techniques.switched_on
         ran = [config for config, outcome in self.known.items() if outcome.ok]
         smallest: dict[Config, int] = {}
         for config in ran:
@@ -261,14 +262,14 @@ class History:
         for config, outcome in self.known.items():
             if outcome.kind is Kind.ERROR and not outcome.too_few_samples and not outcome.device_fault:
                 raised.setdefault(re.sub(r"\d+", "0", outcome.cause), []).append(config)
-        by_batch = [
-            config.batch_size
-            for configs in raised.values()
-            for config in configs
-            if len(configs) > 1 and smallest.get(_without_batch(config), math.inf) < config.batch_size
-        ]
-        largest = max((config.batch_size for config in ran), default=0)
-        return min((size for size in by_batch if size > largest), default=math.inf)
+        found = []
+        for configs in raised.values():
+            shared = set.intersection(*(set(on(config)) for config in configs))
+            largest = max((config.batch_size for config in ran if shared <= set(on(config))), default=0)
+            by_batch = [c.batch_size for c in configs if smallest.get(_without_batch(c), math.inf) < c.batch_size]
+            if len(configs) > 1 and (sizes := [size for size in by_batch if size > largest]):
+                found.append((min(sizes), shared))
+        return found
 
     def admissible(self) -> Callable[[Config], bool]:
         """Make a test whether a config may be probed: it is in the space, neither known nor running, not too slow to set up or to step, and
@@ -281,15 +282,16 @@ class History:
         unsupported = [choices for choices in together if choices]
         # workers may share out the samples, so further loader options cannot make them suffice
         too_few = [(c.batch_size, set(on(c, Phase.LOADER))) for c, outcome in known.items() if outcome.too_few_samples]
-        largest, raises, setup_left_s = self.largest_batch_size, self._smallest_that_raises(), self._setup_left_s(self)
+        fails_from = [*too_few, *self._raises_from()]
+        largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
         in_flight = self.in_flight
 
         def cannot_be(config: Config) -> bool:
-            if not unsupported and not too_few:
+            if not unsupported and not fails_from:
                 return False
             choices = set(on(config))
             return any(combined <= choices for combined in unsupported) or any(
-                size <= config.batch_size and how <= choices for size, how in too_few
+                size <= config.batch_size and how <= choices for size, how in fails_from
             )
 
         def may_be_probed(config: Config) -> bool:
@@ -297,7 +299,6 @@ class History:
                 config not in known
                 and config not in in_flight
                 and config.batch_size <= largest
-                and config.batch_size < raises
                 and not (too_large and config.batch_size >= too_large.get(_without_batch(config), math.inf))
                 and not hangs.rules_out(config)
                 and not cannot_be(config)

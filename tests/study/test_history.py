@@ -158,6 +158,17 @@ def test_what_raises_with_a_large_batch_is_not_tried_with_it_or_a_larger_one(oth
     assert may_be_probed(config(12)) and may_be_probed(config(12, amp="bf16"))
 
 
+@pytest.mark.parametrize("how", [{"amp": "bf16"}, {"amp": "bf16", "optimizer_impl": "fused"}])
+def test_what_only_raises_with_a_choice_and_a_large_batch_is_tried_without_the_choice(how):
+    """A kernel with a bound of its own, say."""
+    raised = [trial(config(size, **how), error(f"bf16 of {size} samples")) for size in (16, 24)]
+    ran_before = [trial(of, ran(of, 10.0)) for of in (config(8, **how), config(16))]
+    may_be_probed = history(*ran_before, *raised).admissible()
+    assert not may_be_probed(config(32, amp="bf16", optimizer_impl="fused"))
+    assert not may_be_probed(config(32, **how)) and may_be_probed(config(12, **how))
+    assert all(map(may_be_probed, (config(24), config(96), config(32, amp="fp16"))))
+
+
 def test_an_error_of_a_choice_rules_out_no_batch():
     """It was never seen to run, so the batch is not to blame."""
     raised = [trial(config(size, amp="bf16"), error("bf16 is not implemented")) for size in (16, 32)]
