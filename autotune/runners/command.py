@@ -162,7 +162,8 @@ def files_of(template: str) -> list[Path]:
         ConfigError: it is no command line for a shell.
     """
     named = (part for word in _words(template) for part in (word, word.partition("=")[2]))
-    return [file for file in map(Path, dict.fromkeys(named)) if file.is_file()]
+    # a `Path` raises where a word is too long for a name
+    return [Path(name) for name in dict.fromkeys(named) if os.path.isfile(name)]
 
 
 def _words(template: str) -> list[str]:

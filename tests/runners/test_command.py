@@ -16,7 +16,7 @@ from autotune.errors import ConfigError
 from autotune.records.config import ProbeSettings, World
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners import launch
-from autotune.runners.command import Command, CommandRunner
+from autotune.runners.command import Command, CommandRunner, files_of
 from autotune.runners.jobs import InspectJob
 from autotune.techniques import find_techniques
 from tests.room import limit_bytes
@@ -257,6 +257,10 @@ def test_an_edited_file_that_the_command_names_makes_another_task(tmp_path, word
     assert command.source_hash == before
     config.write_text("layers: 4")
     assert command.source_hash != before
+
+
+def test_a_word_that_is_too_long_for_a_name_names_no_file():
+    assert files_of(f"python -c '{'x' * 300}' --batch {{batch_size}}") == []
 
 
 TRAINER = """
