@@ -148,7 +148,7 @@ class Connection:
             "folder": self._folder,
             "log": str(self._log),
         }
-        os.write(started.folder, self._folder.encode())
+        os.write(started.folder, os.fsencode(self._folder))
         os.close(started.folder)
         assert started.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):

@@ -119,6 +119,17 @@ def test_a_torch_that_cannot_be_imported_is_told_with_its_error(
     assert not supervisors()
 
 
+def test_the_folder_of_a_search_may_have_a_name_that_is_no_text(
+    tmp_path: Path, source: TaskSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(folder)
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    with LocalRunner(source, device="cpu", logs=tmp_path / "logs"):
+        assert os.listdir(folder)
+    assert not os.listdir(folder)
+
+
 def test_its_memory_counts_as_free_until_it_is_taken(tmp_path: Path, source: TaskSource) -> None:
     assert held_ahead_bytes() == 0
     with started_ahead():
