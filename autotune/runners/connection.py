@@ -16,7 +16,7 @@ from autotune.devices.cpu import THREAD_VARIABLES, num_threads
 from autotune.devices.linux import cores
 from autotune.errors import StudyError, TaskError, describe_exit
 from autotune.runners.runner import ProbeFault
-from autotune.runners.start import BLAS_THREADS, Started, quiet, start, take
+from autotune.runners.start import BLAS_THREADS, Started, quiet, take
 from autotune.task.source import TaskSource
 from autotune.units import format_seconds
 
@@ -136,10 +136,7 @@ class Connection:
         for variable in THREAD_VARIABLES:
             if is_built_here or (is_of_machine and variable in own):
                 own[variable] = str(most_threads)
-        environment = quiet(own)
-        imports = self._source is not None
-        ahead = take(environment) if imports and self._processors is None else None
-        started = ahead or start(environment, imports=imports, processors=self._processors)
+        started = take(quiet(own), imports=self._source is not None, processors=self._processors)
         greeting = {
             "source": None if self._source is None else self._source.to_dict(),
             "blas_threads": 0 if BLAS_THREADS in own else most_threads,

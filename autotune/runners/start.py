@@ -98,7 +98,7 @@ _ahead: list[Started] = []
 
 @contextlib.contextmanager
 def started_ahead() -> Iterator[None]:
-    """Let a supervisor start while this process imports; `take` hands it out. Where nobody took it inside the block, it ends."""
+    """Let a supervisor start while this process imports; `take` hands it out. Where nobody asks inside the block, it ends."""
     _ahead.append(start(quiet(dict(os.environ)), imports=True))
     try:
         yield
@@ -107,15 +107,18 @@ def started_ahead() -> Iterator[None]:
             _ahead.pop().end()
 
 
-def take(environment: dict[str, str]) -> Started | None:
-    """The supervisor that was started ahead, for whoever asks first; None where there is none with these variables that still runs."""
-    if not _ahead or _ahead[0].environment != environment or _ahead[0].process.poll() is not None:
-        return None
-    return _ahead.pop()
+def take(environment: dict[str, str], *, imports: bool, processors: frozenset[int] | None) -> Started:
+    """A supervisor as `start` makes it. The first caller gets the one that was started ahead, or ends it, where it needs another one."""
+    with contextlib.suppress(IndexError):  # none waits; slots ask for theirs in threads
+        ahead = _ahead.pop()
+        if imports and processors is None and ahead.environment == environment and ahead.process.poll() is None:
+            return ahead
+        ahead.end()
+    return start(environment, imports=imports, processors=processors)
 
 
 def held_ahead_bytes() -> int:
-    """Memory that the supervisor started ahead has for itself. A probe is forked from it, so for a probe it is free."""
+    """Memory that the supervisor started ahead has for itself. For a probe it is free: the probe is forked from it, or it has ended."""
     if not _ahead:
         return 0
     with contextlib.suppress(OSError):  # it has ended

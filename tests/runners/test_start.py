@@ -13,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from autotune.devices.slots import find_slots
 from autotune.errors import TaskError
 from autotune.runners.local import LocalRunner
+from autotune.runners.slots import SlotsRunner
 from autotune.runners.start import held_ahead_bytes, started_ahead
 from autotune.task.source import TaskSource
 
@@ -87,16 +89,32 @@ def test_the_first_runner_takes_the_one_that_was_started_ahead(tmp_path: Path, s
     assert not supervisors()
 
 
-def test_one_that_nobody_takes_ends_with_the_block(
+def test_one_that_nobody_takes_ends_with_the_block() -> None:
+    with started_ahead():
+        assert supervisors()
+    assert not supervisors()
+
+
+def test_one_of_another_environment_ends_as_the_first_runner_starts_its_own(
     tmp_path: Path, source: TaskSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with started_ahead():
-        [ahead] = supervisors()
+        ahead = supervisors()
         monkeypatch.setenv("SOMETHING", "that a probe could depend on")
         with LocalRunner(source, device="cpu", logs=tmp_path):
-            assert len(supervisors()) == 2
-        assert supervisors() == [ahead]
-    assert not supervisors()
+            assert len(supervisors()) == 1 and supervisors() != ahead
+            assert held_ahead_bytes() == 0
+        assert not supervisors()
+
+
+def test_one_ends_as_slots_start_their_own(tmp_path: Path, source: TaskSource) -> None:
+    """Each of them runs on processors of its own."""
+    slots = find_slots("2", "cpu")
+    with started_ahead():
+        ahead = supervisors()
+        with SlotsRunner(source, slots, logs=tmp_path):
+            assert len(supervisors()) == 2 and not {*supervisors()} & {*ahead}
+        assert not supervisors()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
