@@ -628,6 +628,17 @@ def stored_facts(place: Place) -> StudyFacts | None:
     return None
 
 
+def limits_beside(place: Place) -> list[int]:
+    """The memory limits of the studies that are kept beside one, in its storage.
+
+    Raises:
+        StudyError: the storage cannot be opened.
+    """
+    with _opening(place), _borrowed(place.url) as storage:
+        kept = [study.user_attrs for study in storage.get_all_studies()]
+    return [attributes["memory_limit_bytes"] for attributes in kept if attributes.get("limited_beside") == place.name]
+
+
 def agree_on_limit(place: Place, memory_limit_bytes: int) -> int:
     """The memory limit of a study that several searches may begin at the same instant: the first one's.
 

@@ -34,7 +34,7 @@ from autotune.space import Space, build_space, require_possible, trained_beside
 from autotune.study.history import History
 from autotune.study.place import Place, lock_study, place_of, require_comparable
 from autotune.study.priors import PriorStore
-from autotune.study.store import Store, agree_on_limit, storage_errors, stored_facts
+from autotune.study.store import Store, agree_on_limit, limits_beside, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
@@ -55,6 +55,8 @@ from autotune.units import format_bytes
 from autotune.version import __version__
 
 MOST_OVER = 1.1  # the limit of a study may be so many times what is free
+LEAST_USED = 7 / 8  # of what is free, by a study beside that is gone on with
+LEAST_LEFT = 0.5  # of the limit of a study: with less free no search begins beside it
 LIMIT_BITS = 5  # that count of a limit which is rounded: it is less than 1/16 below what is free
 MIN_COMPARING_S = 1.0
 COMPARING_SHARE = 0.02  # of the budget, for finding out whether a batch may be cut
@@ -99,22 +101,22 @@ class Kept:
     def with_what_is_free(self, options: SearchOptions, free_bytes: int) -> tuple[SearchOptions, Kept]:
         """The options, and where the search is kept, with a limit that is free now where the study's is not and none was asked for.
 
-        The limit is rounded, so that a later search finds the same study. Searches that share a study do not part without being told to.
+        The limit is that of a study that an earlier search began so, else rounded. Searches that share a study do not part without
+        being told to, and far less than the study's limit is too little for the same task.
         """
-        if options.memory_limit_bytes is not None or self.place.is_shared or not self._needs_more_than(free_bytes):
+        earlier_bytes = self.earlier.fingerprint.memory_limit_bytes if self.earlier else None
+        has_less = earlier_bytes is not None and MOST_OVER * free_bytes < earlier_bytes <= free_bytes / LEAST_LEFT
+        if options.memory_limit_bytes is not None or self.place.is_shared or not has_less:
             return options, self
         step = 1 << max(0, free_bytes.bit_length() - LIMIT_BITS)
-        down = free_bytes // step * step
-        for limit_bytes in (down + step, down):  # the former is what a search with a little more began
-            own, place = self.own.within(limit_bytes), self.place.within(limit_bytes)
-            if stored := stored_facts(place):
-                break
+        about_free = [
+            limit for limit in limits_beside(self.own) if LEAST_USED * free_bytes <= limit <= MOST_OVER * free_bytes
+        ]
+        limit_bytes = max(about_free, default=free_bytes // step * step)
+        own, place = self.own.within(limit_bytes), self.place.within(limit_bytes)
+        stored = stored_facts(place)
         beside = Kept(place=place, stored=stored, own=own, earlier=stored or stored_facts(own))
         return replace(options, memory_limit_bytes=limit_bytes), beside
-
-    def _needs_more_than(self, free_bytes: int) -> bool:
-        earlier_bytes = self.earlier.fingerprint.memory_limit_bytes if self.earlier else None
-        return earlier_bytes is not None and earlier_bytes > MOST_OVER * free_bytes
 
     def agree(self, options: SearchOptions, free_bytes: int, *, environment: bool) -> Fingerprint:
         """What must be equal for measurements to be comparable, as far as it is known before the model is imported.

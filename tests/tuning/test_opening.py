@@ -222,9 +222,17 @@ def test_a_limit_that_is_not_free_any_more_begins_a_study_beside_with_one_that_i
         "only 8.30 GiB are free now, less than this study's memory limit",
         f"the study {first} has another memory limit; this search is kept beside it, in '{smaller}'",
     ]
-    for free_bytes in (8.1 * GIB, 7.8 * GIB):  # about as much: the same study
+    for free_bytes in (8.1 * GIB, 7.8 * GIB, 8.6 * GIB, 7.45 * GIB):  # about as much: the same study
         assert opened_with(free_bytes, tmp_path / "closed.db")[:2] == (smaller, 8 * GIB)
     assert opened_with(11 * GIB, tmp_path / "closed.db") == (first, 10 * GIB, [])
+
+
+def test_where_far_less_than_the_limit_is_free_the_study_is_refused(tmp_path: Path) -> None:
+    opened_with(10 * GIB, tmp_path / "closed.db")
+    with pytest.raises(
+        StudyError, match=r"has a memory limit of 10\.0 GiB, but only 307 MiB are free now; free memory"
+    ):
+        opened_with(0.3 * GIB, tmp_path / "closed.db")
 
 
 def test_searches_that_share_a_study_do_not_part_where_one_has_less_memory(tmp_path: Path) -> None:
