@@ -242,7 +242,9 @@ def open_search(
                 runner.stated = replace(runner.stated, model=source.spec)
         own = techniques.complete(runner.stated.trained)
         others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
-        kept = replace(kept, place=kept.own.training(others, techniques))
+        place = kept.own.training(others, techniques)
+        if place != kept.place:  # what was fixed is what the task trains anyway
+            kept = replace(kept, place=place, stored=stored_facts(place))
         known = runner.notes
         for note in (*known, *device.notes):
             listener.warn(note)

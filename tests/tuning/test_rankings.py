@@ -23,6 +23,8 @@ from autotune.runners.runner import Stated
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
 from autotune.techniques import find_techniques
+from autotune.tuning.events import Listener
+from autotune.tuning.opening import open_search
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search
 from autotune.tuning.sweep import _trained_choices
@@ -92,6 +94,15 @@ def test_what_is_fixed_or_excluded_is_not_ranked(tmp_path: Path) -> None:
 def test_what_is_fixed_as_the_baseline_has_it_is_the_users_own(tmp_path: Path) -> None:
     assert ranked(tmp_path, "base", "small", fix={"freeze": "none", "variant": "base"}).study == "closed"
     assert load_study(tmp_path / "closed.db").name == "closed"
+
+
+def test_what_is_fixed_as_the_baseline_has_it_goes_on_with_the_users_own(tmp_path: Path) -> None:
+    first = ranked(tmp_path, "base", "small")
+    runner = Variants()
+    runner.stated = Stated(trained={"variant": "base", "freeze": "none"})
+    options = SearchOptions(storage=str(tmp_path / "closed.db"), fix={"freeze": "none"})
+    with open_search(None, options, runner, Listener()) as opened:
+        assert opened.store.place.study == "closed" and opened.answer_before == first
 
 
 def test_names_of_studies_do_not_depend_on_the_order_in_which_it_is_said_what_is_trained() -> None:
