@@ -532,7 +532,7 @@ def lock_places(
         raise ConfigError("no task was given; expected a task, or a runner that has one")
     place = plain.training(fixed, techniques)
     with lock_study(plain), storage_errors(place):
-        kept = stored_facts(plain) or stored_facts(place)
+        kept = stored_facts(place) or stored_facts(plain)  # which may have begun with different limits
         known = kept.fingerprint.memory_limit_bytes if kept else None
         if options.memory_limit_bytes is not None and known not in (None, options.memory_limit_bytes):
             plain = plain.within(options.memory_limit_bytes)

@@ -105,6 +105,15 @@ def test_what_is_fixed_as_the_baseline_has_it_goes_on_with_the_users_own(tmp_pat
         assert opened.store.place.study == "closed" and opened.answer_before == first
 
 
+def test_what_was_searched_alone_within_a_limit_goes_on_where_the_users_own_has_another(tmp_path: Path) -> None:
+    alone = {"fix": {"variant": "small"}, "memory_limit_bytes": 800 * MIB}
+    first = ranked(tmp_path, "base", "small", **alone)
+    own = ranked(tmp_path, "base", "small", exclude=("variant",), memory_limit_bytes=900 * MIB)
+    assert (first.study, own.study) == ("closed variant=small", "closed")
+    again = ranked(tmp_path, "base", "small", **alone)
+    assert again.study == first.study and again.memory_limit_bytes == 800 * MIB
+
+
 def test_names_of_studies_do_not_depend_on_the_order_in_which_it_is_said_what_is_trained() -> None:
     place = place_of("closed.db", None, "closed")
     expected = "closed variant=small freeze=0"
