@@ -234,7 +234,7 @@ def open_search(
                 listener.tell(note)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
             asked = {**runner.devices_here, **kept.options_to_repeat(options, source)}
-            # the cache of a deleted study: how long compiling takes is measured without it
+            # the cache of a deleted study, or of others of the file: how long compiling takes is measured without it
             if not kept.earlier and not kept.place.is_shared:
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
             stack.enter_context(runner)
