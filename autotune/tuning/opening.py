@@ -98,7 +98,9 @@ class Kept:
             )
         return found
 
-    def with_what_is_free(self, options: SearchOptions, free_bytes: int) -> tuple[SearchOptions, Kept]:
+    def with_what_is_free(
+        self, options: SearchOptions, free_bytes: int, tell: Callable[[str], None]
+    ) -> tuple[SearchOptions, Kept]:
         """The options, and where the search is kept, with a limit that is free now where the study's is not and none was asked for.
 
         The limit is that of a study that an earlier search began so, else rounded. Searches that share a study do not part without
@@ -108,6 +110,7 @@ class Kept:
         has_less = earlier_bytes is not None and MOST_OVER * free_bytes < earlier_bytes <= free_bytes / LEAST_LEFT
         if options.memory_limit_bytes is not None or self.place.is_shared or not has_less:
             return options, self
+        tell(f"only {format_bytes(free_bytes)} are free now, less than this study's memory limit")
         step = 1 << max(0, free_bytes.bit_length() - LIMIT_BITS)
         about_free = [
             limit for limit in limits_beside(self.own) if LEAST_USED * free_bytes <= limit <= MOST_OVER * free_bytes
@@ -117,6 +120,11 @@ class Kept:
         stored = stored_facts(place)
         beside = Kept(place=place, stored=stored, own=own, earlier=stored or stored_facts(own))
         return replace(options, memory_limit_bytes=limit_bytes), beside
+
+    def training(self, choices: Mapping[str, Choice], techniques: Techniques) -> Kept:
+        """The same, once it is known that the task trains some of what was fixed anyway, and `choices` are the others."""
+        place = self.own.training(choices, techniques)
+        return self if place == self.place else replace(self, place=place, stored=stored_facts(place))
 
     def agree(self, options: SearchOptions, free_bytes: int, *, environment: bool) -> Fingerprint:
         """What must be equal for measurements to be comparable, as far as it is known before the model is imported.
@@ -226,10 +234,7 @@ def open_search(
             slots = runner.slots()
             device, free_bytes = slots[0].device, min(slot.device.free_bytes for slot in slots)
             _require_figure(options, slots)
-            asked_for = options.memory_limit_bytes
-            options, kept = kept.with_what_is_free(options, free_bytes)
-            if options.memory_limit_bytes != asked_for:
-                listener.tell(f"only {format_bytes(free_bytes)} are free now, less than this study's memory limit")
+            options, kept = kept.with_what_is_free(options, free_bytes, listener.tell)
             for note in kept.notes(options):
                 listener.tell(note)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
@@ -242,9 +247,7 @@ def open_search(
                 runner.stated = replace(runner.stated, model=source.spec)
         own = techniques.complete(runner.stated.trained)
         others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
-        place = kept.own.training(others, techniques)
-        if place != kept.place:  # what was fixed is what the task trains anyway
-            kept = replace(kept, place=place, stored=stored_facts(place))
+        kept = kept.training(others, techniques)
         known = runner.notes
         for note in (*known, *device.notes):
             listener.warn(note)
