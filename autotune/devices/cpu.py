@@ -16,6 +16,7 @@ from autotune.devices.linux import ProcessorWatch, processors
 from autotune.errors import DeviceError
 from autotune.lazy import torch, torch_if_imported
 from autotune.records.device import DeviceInfo
+from autotune.task import handed_over
 from autotune.units import GIB, MIB, format_bytes, plural
 
 # this much of the host's free memory is left for all others and for the kernel, which kills where nothing is left
@@ -31,7 +32,8 @@ class CpuDevice(Device):
     """This machine's processors and memory, as far as this process's control group and affinity allow.
 
     The limit is `RLIMIT_DATA`. It bounds all private writable memory of each process (`VmData`), touched or not, including
-    libraries' data and thread stacks. `peak_bytes` is on the same scale, and adds what data-loading workers hold.
+    libraries' data and thread stacks, but for the mapped file of a Task built in Python. `peak_bytes` is on the same scale, and adds what
+    data-loading workers hold.
 
     Args:
         notes: remarks for `info`.
@@ -92,13 +94,14 @@ class CpuDevice(Device):
             DeviceError: the process already holds more.
         """
         _start_compute_threads()
-        held_bytes = linux.process_memory().data_bytes
+        held_bytes = _own_memory().data_bytes
         if held_bytes > limit_bytes:
             raise DeviceError(
                 f"a memory limit of {format_bytes(limit_bytes)} is below the {format_bytes(held_bytes)} that the "
                 "process holds before training starts; raise --memory-limit"
             )
-        self._limit_bytes = bound_private_memory(limit_bytes)
+        mapped_bytes = handed_over.mapped_bytes()
+        self._limit_bytes = bound_private_memory(limit_bytes + mapped_bytes) - mapped_bytes
 
     def start_measuring(self) -> None:
         """Measure contention and energy from now on."""
@@ -112,11 +115,11 @@ class CpuDevice(Device):
         process's.
         """
         self._look_at_workers()
-        return linux.process_memory().peak_data_bytes(self._limit_bytes) + self._workers_peak_bytes
+        return _own_memory().peak_data_bytes(self._limit_bytes) + self._workers_peak_bytes
 
     def current_bytes(self) -> int:
         """Private memory of this process and its workers now."""
-        return linux.process_memory().data_bytes + self._look_at_workers()
+        return _own_memory().data_bytes + self._look_at_workers()
 
     def outside_bytes(self) -> int:
         """Private memory of this process now, with its compute threads: their stacks are not a model's."""
@@ -138,7 +141,7 @@ class CpuDevice(Device):
 
         No limit covers `shared_bytes`, the shared memory in which workers pass batches.
         """
-        memory = linux.process_memory()
+        memory = _own_memory()
         self._look_at_workers()
         return {
             "vm_data_bytes": memory.data_bytes,
@@ -170,13 +173,18 @@ class CpuDevice(Device):
             return True
         if self._limit_bytes is None:
             return False
-        left_bytes = self._limit_bytes - linux.process_memory().peak_data_bytes(self._limit_bytes)
+        left_bytes = self._limit_bytes - _own_memory().peak_data_bytes(self._limit_bytes)
         return left_bytes < max(_AT_LIMIT_BYTES, _AT_LIMIT_SHARE * self._limit_bytes)
 
     def _look_at_workers(self) -> int:
         held_bytes = linux.descendants_private_bytes()
         self._workers_peak_bytes = max(self._workers_peak_bytes, held_bytes)
         return held_bytes
+
+
+def _own_memory() -> linux.ProcessMemory:
+    """This process's memory without what a Task built in Python handed over, which the user's process holds."""
+    return linux.process_memory(handed_over.mapped_bytes())
 
 
 def bound_private_memory(limit_bytes: int) -> int:

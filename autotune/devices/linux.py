@@ -39,7 +39,7 @@ T = TypeVar("T")
 class ProcessMemory:
     """A process's memory in bytes; the module's docstring explains the figures."""
 
-    data_bytes: int  # VmData
+    data_bytes: int  # VmData, without what does not count
     touched_bytes: int  # RssAnon, and the part that was swapped out
     peak_touched_bytes: int
     shared_bytes: int  # RssShmem, e.g. batches that data-loading workers handed over
@@ -61,8 +61,12 @@ class ProcessMemory:
         return max(peak, self.data_bytes)
 
 
-def process_memory() -> ProcessMemory:
-    """This process's memory now; where there is no /proc, the touched memory stands for every figure."""
+def process_memory(uncounted_bytes: int = 0) -> ProcessMemory:
+    """This process's memory now; where there is no /proc, the touched memory stands for every figure.
+
+    Args:
+        uncounted_bytes: of `VmData`, which do not count.
+    """
     if not PROC.exists():
         touched = psutil.Process().memory_info().rss
         return ProcessMemory(
@@ -77,16 +81,17 @@ def process_memory() -> ProcessMemory:
         for name, _, value in (line.partition(":") for line in read(PROC / "self/status").splitlines())
         if name.startswith(("Vm", "Rss"))
     }
+    data_bytes = status["VmData"] - uncounted_bytes
     # gVisor tells sizes and all that is resident, and neither peaks nor kinds
     shared, of_files = status.get("RssShmem", 0), status.get("RssFile", 0)
     touched = status.get("RssAnon", status["VmRSS"]) + status.get("VmSwap", 0)
     peak_touched = status.get("VmHWM", status["VmRSS"]) - of_files - shared + status.get("VmSwap", 0)
     return ProcessMemory(
-        data_bytes=status["VmData"],
+        data_bytes=data_bytes,
         touched_bytes=touched,
         peak_touched_bytes=max(peak_touched, touched),
         shared_bytes=shared,
-        peak_size_data_bytes=status.get("VmPeak", status["VmSize"]) - (status["VmSize"] - status["VmData"]),
+        peak_size_data_bytes=status.get("VmPeak", status["VmSize"]) - (status["VmSize"] - data_bytes),
     )
 
 

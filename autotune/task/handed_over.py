@@ -1,19 +1,38 @@
-"""Tensors of a Task built in Python in another process: they lie in one file, which all processes of a search map and share.
+"""Tensors of a Task built in Python in another process: they lie in one file, which all processes of a search map.
 
-What a process trains or changes in place is copied out of the file first, so that each one begins from what the user handed over, and
-holds it within its own memory limit. All else stays where it is: the file's pages count for no process's limit.
+Each process sees the file as the user handed it over: a page that a process writes to becomes a copy of its own. What a process trains, and
+its batches, are copied out of the file as well, so that it holds them within its memory limit. All else counts for no process's limit.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from autotune.lazy import torch
 
+_MAPS = sys.platform != "win32"  # Windows reads a file whole
 _STORAGES: dict[int, torch.UntypedStorage] = {}  # by address; they live as long as the process, so that no other has it
+_MAPPED: list[int] = []  # bytes of the files in which they lie
 
 
-def note(storage: Any, location: str) -> Any:
+def load(file: str) -> Any:
+    """What a file hands over; its tensors stay in it."""
+    num_known = len(_STORAGES)
+    place = _note if _MAPS else "cpu"  # what was not mapped is this process's own already
+    loaded = torch.load(file, map_location=place, weights_only=False, mmap=_MAPS)
+    if len(_STORAGES) > num_known:
+        _MAPPED.append(os.path.getsize(file))
+    return loaded
+
+
+def mapped_bytes() -> int:
+    """Bytes of this process's mappings of such files. Linux counts them whole as private memory, touched or not."""
+    return sum(_MAPPED)
+
+
+def _note(storage: Any, location: str) -> Any:
     """For `torch.load`, as its `map_location`: remember a storage that lies in the file, and leave it there."""
     _STORAGES[storage._cdata] = storage
     return storage

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import hashlib
 import importlib.machinery
 import importlib.util
 import inspect
-import mmap
 import os
 import re
 import sys
@@ -18,7 +16,6 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from autotune.errors import TaskError
-from autotune.lazy import torch
 from autotune.task import adapters, handed_over
 from autotune.task.model_file import (
     CONSTANTS,
@@ -35,7 +32,6 @@ from autotune.task.task import Task
 from autotune.task.usercode import user_code, user_frames
 
 _NAMES = (*SIGNATURES, *CONSTANTS)
-_SHARES = hasattr(mmap, "MAP_SHARED")  # Windows reads a file whole
 _running: list[Path] = []  # model files that are being executed
 _MISSPELT = 0.8  # similarity from which a name is taken for a misspelt one of ours
 
@@ -89,14 +85,9 @@ def load_source(source: TaskSource) -> Task:
 
 
 def _unpickle(source: TaskSource) -> Task:
-    # Shared pages count for no process's limit: the user's process, where they are counted, holds the same tensors already.
     apply_settings(source.settings)
-    with (
-        user_code("unpickling the task", "move its functions into a file model.py and give its path"),
-        torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if _SHARES else contextlib.nullcontext(),
-    ):
-        place = handed_over.note if _SHARES else "cpu"  # what was not mapped is this process's own already
-        task = torch.load(source.pickled, map_location=place, weights_only=False, mmap=_SHARES)
+    with user_code("unpickling the task", "move its functions into a file model.py and give its path"):
+        task = handed_over.load(source.pickled)
     assert isinstance(task, Task)
     return replace(task, origin=origin_of(task, replace(source, overrides={})))
 

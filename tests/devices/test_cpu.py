@@ -16,6 +16,9 @@ import torch
 from autotune.devices import cpu, open_device
 from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import DeviceError
+from autotune.task import Task
+from autotune.task.loading import load_source
+from autotune.task.source import TaskSource
 from tests.arithmetic import needs_bf16_arithmetic
 from tests.devices.processes import in_process
 
@@ -105,6 +108,32 @@ def test_compute_threads_exist_before_the_limit_so_that_parallel_work_runs_under
     total, num_threads = in_process(compute_in_parallel_after_the_limit)
     assert total == 600_000
     assert num_threads >= 4
+
+
+def memory_beside_what_was_handed_over(folder):
+    """Of a task with 300 MiB: what it adds to memory, how many bytes fail that fit, and whether it can still be changed then."""
+    vectors = {"all": torch.zeros(300 * MIB, dtype=torch.uint8)}
+    task = Task(build_model=lambda: torch.nn.Linear(1, 1), make_batch=lambda n: vectors["all"].add_(1)[:n].clone())
+    source = TaskSource.of(task).hand_over(folder)
+    vectors.clear()
+    device = open_device("cpu")
+    before_bytes = device.current_bytes()
+    task = load_source(source)
+    added_bytes = device.current_bytes() - before_bytes
+    device.limit_memory(device.current_bytes() + 100 * MIB)
+    held = []
+    try:
+        while True:
+            held.append(make_tensor())
+    except RuntimeError as error:
+        is_oom = device.is_out_of_memory(error)
+    return added_bytes, len(held), is_oom, device.peak_bytes() - before_bytes, task.batch(2).tolist()
+
+
+def test_what_a_task_built_in_python_hands_over_counts_for_no_limit_and_can_be_changed(tmp_path):
+    added_bytes, num_blocks, is_oom, peak_bytes, changed = in_process(memory_beside_what_was_handed_over, tmp_path)
+    assert abs(added_bytes) < 4 * MIB and num_blocks in (5, 6) and is_oom  # 6 x 16 MiB fit into 100 MiB
+    assert peak_bytes < 110 * MIB and changed == [1, 1]
 
 
 def peak_of_freed_memory(untouched_bytes):

@@ -50,3 +50,20 @@ def test_a_batch_that_is_part_of_a_captured_tensor_can_be_changed_in_place(tmp_p
     task.batch(4)[0].zero_()
     batch, name = load_source(TaskSource.of(task)).batch(4)
     assert batch.eq(1).all() and name == "a name"
+
+
+def test_what_a_step_changes_in_place_is_for_no_other_process(tmp_path):
+    teacher, bank = torch.zeros(3), [torch.zeros(4, 3)]
+
+    def training_step(model, batch):
+        teacher.add_(1)
+        bank[0][0] = teacher
+        return (model(batch) - teacher - bank[0].mean()).pow(2).mean()
+
+    task = handed_over(
+        tmp_path, build_model=lambda: nn.Linear(3, 3), make_batch=torch.ones, training_step=training_step
+    )
+    model, batch = task.model(), torch.ones(2, 3)
+    first, second = task.training_step(model, batch), task.training_step(model, batch)
+    other = load_source(TaskSource.of(task)).training_step(model, batch)  # another process's, which reads the same file
+    assert first == other != second
