@@ -1,4 +1,4 @@
-"""Notes a model's buffers and frozen parameters before forward passes and puts them back; holds batch statistics still."""
+"""Notes what forward passes change of a model, and puts it back: buffers, frozen parameters, counters. Holds batch statistics still."""
 
 from __future__ import annotations
 
@@ -113,6 +113,36 @@ class _Buffer:
         if self._before is None or self._copy is None:
             return False
         return not torch.equal(self._copy.to("cpu"), self._before.to("cpu"))
+
+
+class Counters:
+    """The numbers among the attributes of a model's modules, as they were: a forward pass may count its calls, and anneal a loss by them.
+
+    Where a pass changed another attribute of the module, too, its numbers stay as they are: they may be the length of the positions that
+    it keeps there, or go with a flag that it is set up.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._all = [(path, vars(module), dict(vars(module))) for path, module in model.named_modules()]
+
+    def changed(self) -> str:
+        """A counter that has another value; empty where none has."""
+        for path, attributes, numbers in self._counting():
+            for name, number in numbers.items():
+                if attributes.get(name) != number:
+                    return f"{path}.{name}".lstrip(".")
+        return ""
+
+    def restore(self) -> None:
+        """Give every counter the value that it had."""
+        for _, attributes, numbers in self._counting():
+            attributes.update(numbers)
+
+    def _counting(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        for path, attributes, before in self._all:
+            numbers = {name: value for name, value in before.items() if type(value) in (int, float)}
+            if all(attributes.get(name) is value for name, value in before.items() if name not in numbers):
+                yield path, attributes, numbers
 
 
 def version_of(tensor: torch.Tensor | None) -> int | None:

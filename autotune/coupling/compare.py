@@ -269,12 +269,12 @@ class _Comparison:
         num_samples, error = halves.num_samples, found.error
         if found.draws.among_samples:
             return _coupled(Cause.PARTNERS, num_samples, error)
-        if buffer := self._gradients.buffers.changed():
+        if state := self._gradients.changed():
             restored = replace(halves, restores_between=True)
             if self._is_rounding(self._gradients.compare(restored), restored):
                 if error <= DRIFT_ERROR:
                     return _separable(num_samples, error)
-                return _coupled(Cause.STATE, num_samples, error, buffer=buffer)
+                return _coupled(Cause.STATE, num_samples, error, state=state)
         weights = found.weights()
         with self._gradients.other_parameters(0):
             other = self._gradients.compare(halves).weights()
@@ -311,7 +311,7 @@ _REASONS: Mapping[Cause, _Reason] = {
         f"{_ONE_MEAN}, makes {_LEARN_THE_SAME}",
     ),
     Cause.STATE: (
-        "each forward pass changes the model's {buffer}, on which the loss of the next one depends ({seen})",
+        "each forward pass changes the model's {state}, on which the loss of the next one depends ({seen})",
         _OTHERS,
     ),
     Cause.WEIGHTS: (

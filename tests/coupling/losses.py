@@ -182,6 +182,40 @@ def by_distributions(model, batch):
     return (error + torch.distributions.kl_divergence(posterior, prior).sum(-1)).mean()
 
 
+class Annealed(Autoencoder):
+    """Its divergence counts the more, the more passes it has made."""
+
+    def __init__(self, passes):
+        super().__init__()
+        self.num_passes, self.passes = 0, passes
+
+    def forward(self, x):
+        self.num_passes += 1
+        return super().forward(x)
+
+
+def annealed(model, batch):
+    x = batch[0]
+    decoded, mean, log_variance = model(x)
+    divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(-1).mean()
+    return ((decoded - x) ** 2).sum(-1).mean() + min(1.0, model.num_passes / model.passes) * divergence
+
+
+class Rotary(nn.Module):
+    """Keeps positions for the length of the latest batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.length, self.positions = 0, None
+
+    def forward(self, ids):
+        if ids.shape[1] != self.length:
+            self.length = ids.shape[1]
+            self.positions = torch.arange(self.length)[:, None].sin()
+        return self.head(self.embed(ids) + self.positions)
+
+
 def diffusion(model, batch):
     x = batch[0]
     step = torch.randint(0, 100, (len(x),))
@@ -296,6 +330,7 @@ SEPARABLE = {
     "mean over tokens that are counted": task_of(tokens_of_the_batch, sentences, Language, loss_weight=num_tokens),
     "variational autoencoder": task_of(variational, model=Autoencoder),
     "variational, by torch.distributions": task_of(by_distributions, model=Autoencoder),
+    "variational, annealed over many passes": task_of(annealed, model=lambda: Annealed(10_000)),
     "diffusion": task_of(diffusion),
     "noise on two views": task_of(noise_of_two_views),
     "one random factor for all": task_of(one_factor_for_all, with_targets),
@@ -576,6 +611,7 @@ PARTNERS = {
 }
 STATE = {
     "queue of negatives (MoCo)": task_of(with_a_queue, views, Queue),
+    "divergence annealed over few passes": task_of(annealed, model=lambda: Annealed(10)),
     "target network moved in the forward pass (BYOL)": task_of(towards_a_target, views, Target),
 }
 

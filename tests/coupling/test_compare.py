@@ -63,6 +63,7 @@ def test_the_model_and_everything_random_are_left_as_they_were(name):
     model = task.model()
     model.add_module("norm", nn.BatchNorm1d(3))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    num_passes = getattr(model, "num_passes", None)
     modes = [module.training for module in model.modules()]
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -70,8 +71,23 @@ def test_the_model_and_everything_random_are_left_as_they_were(name):
     find_coupling(task, model, open_device("cpu"), TypicalSamples(task), most=8, seconds=9)
     assert torch.equal(torch.get_rng_state(), state) and np.random.get_state()[2] == drawn
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert modes == [module.training for module in model.modules()]
+    assert modes == [module.training for module in model.modules()] and num_passes == getattr(model, "num_passes", None)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_counter_is_named_as_what_changes():
+    assert "model's num_passes," in found(losses.STATE["divergence annealed over few passes"]).reason
+
+
+def test_a_length_stays_with_the_positions_that_are_kept_for_it():
+    rows = [torch.randint(1, losses.VOCABULARY, (2 + position % 5,)) for position in range(100)]
+    task = Task(
+        build_model=losses.Rotary,
+        train_dataset=lambda: rows,
+        collate_fn=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
+        training_step=losses.tokens_of_each_sentence,
+    )
+    assert found(task).may_be_cut
 
 
 def test_batch_statistics_of_the_model_are_left_as_they_were():
