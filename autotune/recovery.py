@@ -25,7 +25,7 @@ from autotune.coupling.samples import SamplesOf, TypicalSamples
 from autotune.devices.torch_errors import attempted_bytes
 from autotune.errors import in_one_line
 from autotune.randomness import RandomState
-from autotune.records.check import Coupling, Verdict
+from autotune.records.check import Cause, Coupling, Verdict
 from autotune.task import Task
 from autotune.task.adapters import count_on_from, counted_batches
 from autotune.task.batches import CannotCutError, StepBatch, num_bytes, split, tensors
@@ -198,7 +198,7 @@ class Recovery:
             found = Coupling.unknown(f"comparing micro batches raised {in_one_line(error)}")
         finally:
             self._undo(start)
-        self._may_cut = found.may_be_cut
+        self._may_cut = found.may_be_cut or found.cause is Cause.PADDING  # the parts of a batch have its padding
         return "" if self._may_cut else f"{found.reason}; choose a config that needs less memory"
 
     def _note(self, batch: StepBatch) -> _Start | None:

@@ -27,7 +27,7 @@ from autotune.errors import in_one_line
 from autotune.randomness import keep_randomness
 from autotune.records.check import Cause, Coupling, Verdict
 from autotune.task import Task
-from autotune.task.batches import CannotCutError
+from autotune.task.batches import CannotCutError, tensors
 from autotune.units import plural
 
 FIRST = 6  # samples in the first batch: its halves have an odd number of samples, and more than one
@@ -148,6 +148,7 @@ class _Comparison:
             with self._gradients.equal_conditions(halves.whole):
                 found = self._draw_again(self._judge(halves), halves)
                 try:
+                    found = self._of_other_padding(found, halves)
                     return self._of_unequal_samples(found, num_samples)
                 except Exception:  # the verdict stands, whatever happens to the search for its cause
                     self._gradients.clear()
@@ -226,6 +227,18 @@ class _Comparison:
         except OutOfTimeError:
             pass
         return first
+
+    def _of_other_padding(self, found: Coupling, halves: Halves) -> Coupling:
+        """The verdict found. Parts of a batch have its padding; those that a loader pads anew may show that padding reaches the loss."""
+        anew = self._samples.collated_anew(halves.num_samples) if found.verdict is Verdict.SEPARABLE else None
+        if anew is None or self._gradients.random.has_moved():  # other numbers are drawn for other padding
+            return found
+        if not all(map(torch.equal, tensors(halves.whole), tensors(anew.whole))):  # the data set draws by itself
+            return found
+        again = self._judge(anew)
+        if again.verdict is not Verdict.COUPLED or again.gradient_error is None:
+            return found
+        return _coupled(Cause.PADDING, halves.num_samples, again.gradient_error)
 
     def _of_unequal_samples(self, found: Coupling, num_samples: int) -> Coupling:
         """The verdict found. Its cause is that samples are of unequal size, where as many of one size show no coupling."""

@@ -58,6 +58,9 @@ class SamplesOf:
         whole = split(self._batch, cuts, num_samples)[0]
         return Halves(whole, split(whole, cuts, -(-num_samples // 2)))
 
+    def collated_anew(self, num_samples: int) -> None:
+        """None: micro batches are parts of the batch."""
+
     def of_one_shape(self, num_samples: int) -> None:
         """None: samples of one shape cannot be chosen, as single samples are not known."""
 
@@ -80,6 +83,13 @@ class TypicalSamples:
         with contextlib.suppress(CannotCutError):
             return SamplesOf(task, task.batch_of(positions)).halves(num_samples)
         return self._collated(positions)
+
+    def collated_anew(self, num_samples: int) -> Halves | None:
+        """So many samples, whose micro batches a loader pads less than the batch; None where it does not."""
+        if self._task.dataset() is None:
+            return None
+        halves = self._collated((self._positions or range(num_samples))[:num_samples])
+        return halves if halves.are_padded_anew() else None
 
     def of_one_shape(self, num_samples: int) -> Halves | None:
         """At most so many samples that have the same shapes as batches of one; None where too few are known."""

@@ -201,21 +201,6 @@ def annealed(model, batch):
     return ((decoded - x) ** 2).sum(-1).mean() + min(1.0, model.num_passes / model.passes) * divergence
 
 
-class Rotary(nn.Module):
-    """Keeps positions for the length of the latest batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
-        self.length, self.positions = 0, None
-
-    def forward(self, ids):
-        if ids.shape[1] != self.length:
-            self.length = ids.shape[1]
-            self.positions = torch.arange(self.length)[:, None].sin()
-        return self.head(self.embed(ids) + self.positions)
-
-
 def diffusion(model, batch):
     x = batch[0]
     step = torch.randint(0, 100, (len(x),))

@@ -79,17 +79,6 @@ def test_a_counter_is_named_as_what_changes():
     assert "model's num_passes," in found(losses.STATE["divergence annealed over few passes"]).reason
 
 
-def test_a_length_stays_with_the_positions_that_are_kept_for_it():
-    rows = [torch.randint(1, losses.VOCABULARY, (2 + position % 5,)) for position in range(100)]
-    task = Task(
-        build_model=losses.Rotary,
-        train_dataset=lambda: rows,
-        collate_fn=lambda samples: nn.utils.rnn.pad_sequence(samples, batch_first=True),
-        training_step=losses.tokens_of_each_sentence,
-    )
-    assert found(task).may_be_cut
-
-
 def test_batch_statistics_of_the_model_are_left_as_they_were():
     model = losses.Normalised()
     task = losses.SEPARABLE["batch normalisation"]
@@ -174,6 +163,48 @@ def test_padding_that_reaches_the_loss_is_told_from_samples_that_do(couples, cau
     result = found(task)
     assert result.cause is cause
     assert ("pack_padded_sequence" in result.remedy) == (cause is Cause.PADDING)
+
+
+def rows_and_labels(samples):
+    """A batch that can be cut, whose parts have its padding."""
+    rows = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return {"rows": rows, "y": torch.tensor([len(sample) % CLASSES for sample in samples])}
+
+
+class Forwards(Backwards):
+    """Reads padded rows as far as their first element, which padding does not reach."""
+
+    def forward(self, rows):
+        return self.head(self.rnn(rows[:, :1])[0][:, 0])
+
+
+@pytest.mark.parametrize(("build_model", "cause"), [(Backwards, Cause.PADDING), (Forwards, None)])
+def test_micro_batches_that_a_loader_pads_anew_show_padding_that_reaches_the_loss(build_model, cause):
+    rows = [torch.randn(2 + position % 5, WIDTH) for position in range(100)]
+    task = Task(
+        build_model=build_model,
+        train_dataset=lambda: rows,
+        collate_fn=rows_and_labels,
+        training_step=lambda model, batch: F.cross_entropy(model(batch["rows"]), batch["y"]),
+    )
+    assert found(task).cause is cause
+    assert found(task, samples=SamplesOf(task, rows_and_labels(rows[:20])), most=20).may_be_cut
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_a_collate_function_that_draws_is_not_taken_for_padding(generator):
+    def masked(samples):
+        batch = rows_and_labels(samples)
+        return {**batch, "rows": batch["rows"] * (torch.rand(batch["rows"].shape, generator=generator) < 0.8)}
+
+    rows = [torch.randn(2 + position % 5, WIDTH) for position in range(100)]
+    task = Task(
+        build_model=Backwards,
+        train_dataset=lambda: rows,
+        collate_fn=masked,
+        training_step=lambda model, batch: F.cross_entropy(model(batch["rows"][:, :2]), batch["y"]),
+    )
+    assert found(task).may_be_cut
 
 
 def test_where_too_few_samples_are_of_one_length_padding_is_not_ruled_out():
