@@ -139,6 +139,28 @@ def test_a_step_that_trains_nothing_is_refused(task):
         check_task(idle, torch.device("cpu"))
 
 
+def overflowing(model, optimizer, batch):
+    """As the first step of a GradScaler whose scale is too large: the update is left out."""
+    loss = model(batch).sum() * torch.inf
+    loss.backward()
+    optimizer.zero_grad()
+
+
+def updating_data(model, optimizer, batch):
+    model(batch).sum().backward()
+    for parameter in model.parameters():
+        parameter.data -= 0.1 * parameter.grad
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("step", [overflowing, updating_data])
+def test_a_step_whose_gradients_are_gone_at_its_end_is_taken(step):
+    check_task(
+        Task(build_model=lambda: nn.Linear(4, 4), make_batch=lambda n: torch.ones(n, 4), train_step=step),
+        torch.device("cpu"),
+    )
+
+
 @pytest.mark.parametrize(
     "unused", [{"training_step": lambda model, batch: None}, {"loss_weight": len}, {"max_grad_norm": 1.0}]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -200,14 +201,29 @@ def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: tor
 
 def _check_whole_step(task: Task, model: torch.nn.Module, optimizers: Any, batch: Any, device: torch.device) -> None:
     before = [parameter._version for parameter in model.parameters()]
-    with user_code("your own step", "correct it there, or what make_batch or train_dataset gives it, and run again"):
+    advice = "correct it there, or what make_batch or train_dataset gives it, and run again"
+    # the step may clear its gradients, and update `parameter.data`, whose version nobody counts
+    with user_code("your own step", advice), _gradients(model) as arrived:
         task.whole_step(model, optimizers, to_device(batch, device))
     after = [parameter._version for parameter in model.parameters()]
-    if before == after and all(parameter.grad is None for parameter in model.parameters()):
+    if before == after and not arrived:
         raise TaskError(
             f"the step left every parameter of {type(model).__name__} as it was, and without a gradient; expected it to "
             "call backward() and the optimizers' step() itself: a function that only returns the loss is training_step"
         )
+
+
+@contextlib.contextmanager
+def _gradients(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The parameters to which gradients are added meanwhile."""
+    arrived: list[torch.Tensor] = []
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(arrived.append) for parameter in trained]
+    try:
+        yield arrived
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _check_update(task: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
