@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fnmatch
 import hashlib
 import os
 import tempfile
@@ -19,6 +20,10 @@ from autotune.task.source import TaskSource, imported_files
 from autotune.task.usercode import is_user_file
 from autotune.units import format_bytes, plural
 
+OF_ONE_MACHINE = (  # variables that say where a process runs, and are others for each
+    "*_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HOME", "PATH", "TMPDIR", "USER", "HOSTNAME", "PWD",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_*",
+)  # fmt: skip
 MOST_BYTES = 256 * 2**20  # of all that travels: more is data, which belongs where each machine finds it
 
 
@@ -30,7 +35,7 @@ class Parcel:
         source: where the task comes from here.
         files: path here -> content.
         needed: paths that the code names and that exist here: every machine must have them, too.
-        environment: variables that the code names, with their values here.
+        environment: variables that the code names, with their values here, but for those that belong to one machine or process.
     """
 
     source: TaskSource
@@ -89,7 +94,7 @@ def pack(source: TaskSource) -> Parcel:
     else:
         files, code = {}, [*_modules(Path(source.path), _folders(source))]
     texts = {text for file in code for text in _texts(file)}
-    environment = {text: os.environ[text] for text in texts if text in os.environ}
+    environment = {text: os.environ[text] for text in texts if text in os.environ and not _is_of_one_machine(text)}
     beside = _beside(Path(source.path), texts) if source.path else []
     files |= {str(file): file.read_bytes() for file in (*code, *beside)}
     if (size := sum(map(len, files.values()))) > MOST_BYTES:
@@ -102,6 +107,10 @@ def pack(source: TaskSource) -> Parcel:
     named = {os.path.join(source.cwd, text) for text in (*texts, *environment.values()) if _looks_like_path(text)}
     needed = tuple(sorted(path for path in named - files.keys() if os.path.exists(path)))
     return Parcel(source=source, files=files, needed=needed, environment=environment)
+
+
+def _is_of_one_machine(variable: str) -> bool:
+    return any(fnmatch.fnmatchcase(variable, pattern) for pattern in OF_ONE_MACHINE)
 
 
 def _is_here(path: str, content: bytes) -> bool:
@@ -149,7 +158,7 @@ def _files_of(name: str, folder: Path) -> Iterator[Path]:
     place = folder
     for part in name.split("."):
         place = place / part
-        yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+        yield from (file for file in (place.with_suffix(".py"), place / "__init__.py") if os.path.isfile(file))
 
 
 def _texts(file: Path) -> set[str]:
@@ -169,7 +178,7 @@ def _beside(model: Path, texts: set[str]) -> Iterator[Path]:
     """The files below the model file's folder that its code names: small ones travel, as Python's own do."""
     for text in sorted(texts):
         file = model.parent / text
-        if not os.path.isabs(text) and file.suffix and file.is_file() and file.stat().st_size <= MOST_BYTES:
+        if not os.path.isabs(text) and file.suffix and os.path.isfile(file) and file.stat().st_size <= MOST_BYTES:
             yield file
 
 

@@ -61,6 +61,20 @@ def test_variables_that_the_code_names_go_with_it(model: Path, monkeypatch: pyte
     )
 
 
+def test_variables_of_one_machine_or_process_stay_there(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("CUDA_VISIBLE_DEVICES", "HOME", "PATH", "TMPDIR", "LOCAL_RANK", "MASTER_ADDR")
+    model.write_text(f"NAMES = {[*names, 'PARCEL_TIMES']!r}")
+    for name in (*names, "PARCEL_TIMES"):
+        monkeypatch.setenv(name, "3")
+    assert pack(TaskSource.of(model)).environment == {"PARCEL_TIMES": "3"}
+
+
+def test_a_text_that_is_too_long_for_a_name_is_no_file(model: Path) -> None:
+    texts = ["a long prompt. " * 400, "x" * 300 + ".txt"]
+    model.write_text(model.read_text() + f"TEXTS = {texts!r}")
+    assert str(model.parent / "shapes.json") in pack(TaskSource.of(model)).files
+
+
 def test_data_has_to_be_on_each_machine(model: Path, tmp_path: Path) -> None:
     packed = pack(TaskSource.of(model))
     assert packed.needed == (str(tmp_path / "data"),) and not packed.missing()
