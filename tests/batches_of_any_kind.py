@@ -127,12 +127,12 @@ def nested_dicts(batch_size):
     return {"inputs": x, "labels": torch.randint(3, (batch_size,))}
 
 
-def jagged(batch_size):
+def nested(batch_size, layout):
     rows = [torch.randn(2 + i % 4, 4) for i in range(batch_size)]
-    return torch.nested.nested_tensor(rows, layout=torch.jagged), torch.randint(3, (batch_size,))
+    return torch.nested.nested_tensor(rows, layout=layout), torch.randint(3, (batch_size,))
 
 
-def jagged_step(model, batch):
+def nested_step(model, batch):
     return functional.cross_entropy(model(batch[0].to_padded_tensor(0.0).sum(1)), batch[1])
 
 
@@ -157,7 +157,12 @@ CUT = {
         make_batch=lambda n: (torch.randn(5, n, 4), torch.randint(3, (n,))),
         training_step=pair_step,
     ),
-    "jagged": Task(build_model=lambda: nn.Linear(4, 3), make_batch=jagged, training_step=jagged_step),
+    "jagged": Task(
+        build_model=lambda: nn.Linear(4, 3), make_batch=lambda n: nested(n, torch.jagged), training_step=nested_step
+    ),
+    "nested": Task(
+        build_model=lambda: nn.Linear(4, 3), make_batch=lambda n: nested(n, torch.strided), training_step=nested_step
+    ),
 }
 BELIEVED = {
     "packed rows": Task(

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from autotune.task import Task
-from autotune.task.batches import CannotCutError, StepBatch, split
+from autotune.task.batches import CannotCutError, StepBatch, shapes, split
 
 MOST_SHAPES, FEWEST_ALIKE = 128, 4  # samples that are looked at to find some of one shape, and how many must be found
 
@@ -39,7 +38,7 @@ class Halves:
     def are_padded_anew(self) -> bool:
         """Whether some rows of samples are longer in the batch than in one of its parts."""
         for part, size in zip(self.parts, self.parts.sizes, strict=True):
-            pairs = zip(_shapes(self.whole), _shapes(part), strict=False)
+            pairs = zip(shapes(self.whole), shapes(part), strict=False)
             changes = [[lengths for lengths in zip(*pair, strict=False) if len(set(lengths)) > 1] for pair in pairs]
             if any((self.num_samples, size) in changed and len(changed) > 1 for changed in changes):
                 return True
@@ -97,7 +96,7 @@ class TypicalSamples:
             return None
         of_shape: dict[Any, list[int]] = {}
         for position in self._positions[:MOST_SHAPES]:
-            alike = of_shape.setdefault(_shapes(self._task.batch_of((position,))), [])
+            alike = of_shape.setdefault(tuple(shapes(self._task.batch_of((position,)))), [])
             alike.append(position)
             if len(alike) == num_samples:
                 break
@@ -112,7 +111,3 @@ class TypicalSamples:
 
 
 Samples = SamplesOf | TypicalSamples
-
-
-def _shapes(batch: Any) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

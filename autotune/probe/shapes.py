@@ -14,7 +14,7 @@ from itertools import combinations, islice, pairwise
 from statistics import median
 from typing import Any
 
-from autotune.task.adapters import leaves
+from autotune.task.batches import shapes
 from autotune.units import MIB
 
 Shape = tuple[object, ...]
@@ -74,7 +74,7 @@ class Shapes:
 
 
 def _shape(micro_batch: Any) -> Shape:
-    return tuple(getattr(part, "shape", None) for part in islice(leaves(micro_batch), NUM_LEAVES))
+    return tuple(islice(shapes(micro_batch), NUM_LEAVES))
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,21 @@ def tensors(batch: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
+def shapes(batch: Any) -> Iterator[tuple[Any, ...]]:
+    """The shape of each value of a batch, in a fixed order; empty of what has none.
+
+    That of a nested tensor is one entry, its number of rows and the shape of all their elements: nothing pads it.
+    """
+    is_tensor = isinstance(batch, torch.Tensor)
+    parts = {} if is_tensor else contents(batch)
+    for part in parts.values():
+        yield from shapes(part)
+    if is_tensor and batch.is_nested:
+        yield ((batch.size(0), *batch.values().shape),)
+    elif not parts:
+        yield tuple(batch.shape) if is_tensor or isinstance(batch, np.ndarray) else ()
+
+
 def contents(batch: Any) -> Mapping[Any, Any]:
     """The parts of a structure, or the attributes of an object that can be moved to a device; empty for all else."""
     return _parts(batch) or (vars(batch) if _moves(batch) and hasattr(batch, "__dict__") else {})

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import UserDict
 from dataclasses import replace
 
 import numpy as np
@@ -245,6 +246,11 @@ def padded_boxes(samples):
     return {"images": images, "boxes": padded, "known": known > 0}
 
 
+def encoded_boxes(samples):
+    """The same as tokenizers return it."""
+    return UserDict(padded_boxes(samples))
+
+
 def of_pictures(model, batch):
     return model(torch.stack(batch["images"]), torch.cat(batch["boxes"]))
 
@@ -253,7 +259,10 @@ def of_known_boxes(model, batch):
     return model(torch.stack(batch["images"]), batch["boxes"][batch["known"]])
 
 
-@pytest.mark.parametrize(("collate_fn", "step"), [(pictures, of_pictures), (padded_boxes, of_known_boxes)])
+@pytest.mark.parametrize(
+    ("collate_fn", "step"),
+    [(pictures, of_pictures), (padded_boxes, of_known_boxes), (encoded_boxes, of_known_boxes)],
+)
 def test_means_over_unequal_numbers_of_terms_are_not_called_padding(collate_fn, step):
     samples = [(torch.randn(WIDTH), torch.randn(1 + position % 5, WIDTH)) for position in range(100)]
     task = Task(build_model=Boxes, train_dataset=lambda: samples, collate_fn=collate_fn, training_step=step)

@@ -1,10 +1,12 @@
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from autotune.probe.shapes import Held, Shapes, growth_per_shape, growth_where_it_grows
 from autotune.units import MIB
+from tests.batches_of_any_kind import Clip, Graphs
 
 
 def drawn(num_lengths, num_batches, seed=0):
@@ -21,6 +23,21 @@ def test_a_shape_is_that_of_every_tensor_in_the_batch():
         shapes.note((torch.empty(width, 3), {"target": torch.empty(height)}))
     assert shapes.num_seen == 3
     assert drawn(20, 1000).num_seen == 20
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda width: Clip(torch.empty(2, width), torch.empty(2)),
+        lambda width: Graphs([(torch.empty(width, 4), torch.empty(()))]),
+        lambda width: {"lines": np.zeros((2, width)), "text": "x"},
+        lambda width: torch.nested.nested_tensor([torch.zeros(width, 3), torch.zeros(2, 3)]),
+        lambda width: torch.nested.nested_tensor([torch.zeros(width, 3), torch.zeros(2, 3)], layout=torch.jagged),
+    ],
+)
+def test_whatever_the_batch_is(made):
+    shapes = Shapes()
+    assert [shapes.note(made(width)) for width in (3, 4, 3)] == [True, True, False]
 
 
 def test_a_batch_that_was_not_drawn_shows_that_shapes_differ_and_not_how_many_there_are():
