@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autotune.errors import TaskError, first_line
 from autotune.records.inspection import TaskFacts, optimizer_name
-from autotune.task import adapters, samples
+from autotune.task import adapters, handed_over, samples
 from autotune.task.batches import CannotCutError, num_bytes, tensors, to_device
 from autotune.task.model_file import CONSTANTS, SIGNATURES
 from autotune.task.source import source_hash
@@ -157,7 +157,7 @@ def check_task(task: Task, device: torch.device, batch_size: int = 2) -> float:
     _check_update(task, model, optimizer)
     taken_s = time.perf_counter() - started
     if task.eval_step is not None:
-        with user_code("your eval_step"), torch.inference_mode():
+        with user_code("your eval_step"), handed_over.telling_of_gpus(), torch.inference_mode():
             task.evaluate(model.eval(), to_device(_batch(task, batch_size), device))
     return taken_s
 
@@ -186,7 +186,8 @@ def _check_gradients(task: Task, model: torch.nn.Module, batch: Any, device: tor
         else f"the forward pass of {type(model).__name__} on {describe(batch)}"
     )
     moved = to_device(batch, device)
-    with user_code(what, "correct it there, or what make_batch or train_dataset gives it, and run again"):
+    advice = "correct it there, or what make_batch or train_dataset gives it, and run again"
+    with user_code(what, advice), handed_over.telling_of_gpus():
         loss = task.loss(model, moved)
     with user_code(
         "the backward pass of the loss", "look for tensors changed in place or a graph used twice, and run again"
@@ -203,7 +204,7 @@ def _check_whole_step(task: Task, model: torch.nn.Module, optimizers: Any, batch
     before = [parameter._version for parameter in model.parameters()]
     advice = "correct it there, or what make_batch or train_dataset gives it, and run again"
     # the step may clear its gradients, and update `parameter.data`, whose version nobody counts
-    with user_code("your own step", advice), _gradients(model) as arrived:
+    with user_code("your own step", advice), handed_over.telling_of_gpus(), _gradients(model) as arrived:
         task.whole_step(model, optimizers, to_device(batch, device))
     after = [parameter._version for parameter in model.parameters()]
     if before == after and not arrived:

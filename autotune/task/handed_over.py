@@ -6,8 +6,10 @@ its batches, are copied out of the file as well, so that it holds them within it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from autotune.lazy import torch
@@ -15,6 +17,7 @@ from autotune.lazy import torch
 _MAPS = sys.platform != "win32"  # Windows reads a file whole
 _STORAGES: dict[int, torch.UntypedStorage] = {}  # by address; they live as long as the process, so that no other has it
 _MAPPED: list[int] = []  # bytes of the files in which they lie
+_GPUS: set[str] = set()  # that held some of them in the user's process
 
 
 def load(file: str) -> Any:
@@ -32,9 +35,26 @@ def mapped_bytes() -> int:
     return sum(_MAPPED)
 
 
+@contextlib.contextmanager
+def telling_of_gpus() -> Iterator[None]:
+    """Around the user's code: an error of tensors on several devices tells of those that lay on a GPU in the user's process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _GPUS and "same device" in str(error):
+            first = next(iter(str(error).splitlines())).rstrip(".")
+            error.args = (
+                f"{first}; tensors that lie on {' and '.join(sorted(_GPUS))} in the process that built the task are on the CPU here: "
+                "move them inside the function that uses them, as by .to(batch.device)",
+            )
+        raise
+
+
 def _note(storage: Any, location: str) -> Any:
     """For `torch.load`, as its `map_location`: remember a storage that lies in the file, and leave it there."""
     _STORAGES[storage._cdata] = storage
+    if torch.device(location) != storage.device:
+        _GPUS.add(location)
     return storage
 
 

@@ -1,7 +1,11 @@
+import pytest
 import torch
 from torch import nn
 
+from autotune.errors import TaskError
 from autotune.task import Task
+from autotune.task import handed_over as room
+from autotune.task.facts import check_task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
 
@@ -67,3 +71,25 @@ def test_what_a_step_changes_in_place_is_for_no_other_process(tmp_path):
     first, second = task.training_step(model, batch), task.training_step(model, batch)
     other = load_source(TaskSource.of(task)).training_step(model, batch)  # another process's, which reads the same file
     assert first == other != second
+
+
+MIXED = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+
+
+def test_an_error_of_two_devices_tells_of_what_lay_on_a_gpu(tmp_path, monkeypatch):
+    weights = torch.ones(3)
+
+    def training_step(model, batch):
+        if weights.device != torch.device("cuda:0"):
+            raise RuntimeError(MIXED)
+
+    # a tensor of a GPU is saved with where it was
+    monkeypatch.setattr(torch.serialization, "_package_registry", [(1, lambda storage: "cuda:0", None)])
+    monkeypatch.setattr(room, "_GPUS", set())
+    task = handed_over(
+        tmp_path, build_model=lambda: nn.Linear(3, 1), make_batch=torch.ones, training_step=training_step
+    )
+    with pytest.raises(
+        TaskError, match=r"cuda:0 and cpu!; tensors that lie on cuda:0 in the process that built the task .*inside"
+    ):
+        check_task(task, torch.device("cpu"))
