@@ -29,4 +29,8 @@ def drop_oldest(files: Sequence[Path], most_files: int, most_bytes: int) -> None
 
 def mend(path: Path) -> None:
     """Drop a last line that was cut short: what is appended next would go on in it. Raises OSError."""
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        is_whole = file.read() in (b"\n", b"")
+    if not is_whole:
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from autotune.errors import StudyError
+from autotune.records.study import Proposal
+from autotune.study.backends.journal import Journal
 from autotune.study.reading import load_study
+from autotune.study.store import storage_errors
+from autotune.tuning.state import Search
+from tests.closed_form import ClosedFormRunner, make_search
 from tests.controllers import controllers
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "gpt.log"
+
+
+@pytest.fixture
+def open_search(file: Path) -> Iterator[Callable[[], Search]]:
+    """Opens searches of one study in the journal, which are closed again."""
+    with contextlib.ExitStack() as opened:
+
+        def open_search() -> Search:
+            search = make_search(file.parent, ClosedFormRunner(), storage=f"journal:///{file}")
+            opened.callback(search.store.close)
+            return search
+
+        yield open_search
+
+
+def begin(search: Search, place: int = 0) -> int:
+    """Begin a trial of the space's config at this place."""
+    space = search.history.space
+    number = search.store.begin(Proposal(config=[*space][place]), None, space)
+    assert number is not None
+    return number
+
+
+def finish(search: Search, number: int) -> None:
+    outcome = ClosedFormRunner().outcome_of(search.history.space.baseline, search.settings)
+    search.store.finish(number, outcome, search.history.objective, disturbed=False)
+
+
+def probed(file: Path) -> list[int]:
+    return [probe.number for probe in load_study(f"journal:///{file}").probes]
+
+
+@contextlib.contextmanager
+def full_disk(file: Path) -> Iterator[None]:
+    """No file may become longer than this one is, but for half a line."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_two_searches_share_a_journal_and_say_that_it_keeps_no_heartbeats(tmp_path: Path) -> None:
@@ -31,3 +85,41 @@ def test_a_journal_that_is_not_there_is_not_made_by_reading_it(tmp_path: Path) -
     with pytest.raises(StudyError, match=r"there is no journal .*gpt\.log"):
         load_study(f"journal:///{tmp_path}/gpt.log")
     assert not (tmp_path / "gpt.log").exists()
+
+
+def test_a_line_that_a_machine_died_in_takes_no_later_one_with_it(
+    file: Path, open_search: Callable[[], Search]
+) -> None:
+    finish(one := open_search(), begin(one))
+    with file.open("ab") as journal:
+        journal.write(b'{"op_code":5,"stu')
+    other = open_search()
+    for place in (1, 2):
+        finish(other, begin(other, place))
+    assert probed(file) == [0, 1, 2]
+
+
+def test_a_full_disk_is_named_and_what_others_write_once_it_has_room_is_kept(
+    file: Path, open_search: Callable[[], Search]
+) -> None:
+    one, other = open_search(), open_search()
+    told = r"gpt\.log can no longer be read or written: .*File too large.*has room"
+    with full_disk(file), pytest.raises(StudyError, match=told), storage_errors(one.store.place):
+        begin(one)
+    assert not file.read_bytes().endswith(b"\n")
+    finish(other, begin(other, 1))
+    finish(one, begin(one))
+    assert sorted(probed(file)) == [0, 1]
+
+
+def test_a_search_that_shares_a_journal_outlives_a_file_system_that_is_gone_for_a_moment(
+    file: Path, open_search: Callable[[], Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Journal, "beat_s", 0.01)
+    search = open_search()
+    watch = search.store._watch
+    assert watch is not None
+    file.rename(away := file.with_suffix(".away"))
+    watch._thread.join(0.5)
+    away.rename(file)
+    assert watch._thread.is_alive()
