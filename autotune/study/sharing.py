@@ -81,6 +81,7 @@ class Watch:
     Args:
         studies: returns the studies to look after.
         own: returns the ids of this search's running trials.
+        beat: shows that this search is alive where the storage keeps no heartbeats.
     """
 
     def __init__(
@@ -89,8 +90,9 @@ class Watch:
         storage: BaseStorage,
         studies: Callable[[], Sequence[optuna.Study]],
         own: Callable[[], Collection[int]],
+        beat: Callable[[], None],
     ) -> None:
-        self._backend, self._storage, self._studies, self._own = backend, storage, studies, own
+        self._backend, self._storage, self._studies, self._own, self._beat = backend, storage, studies, own, beat
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autotune heartbeat", daemon=True)
         self._thread.start()
@@ -108,6 +110,7 @@ class Watch:
                 since_s = time.monotonic()
             try:
                 self._backend.beat(self._storage, self._own())
+                self._beat()
                 self._free(by_heartbeat=time.monotonic() - since_s > self._backend.gone_after_s)
                 last_s = time.monotonic()
             except (SQLAlchemyError, OptunaError):  # the search itself finds out, and says so

@@ -162,7 +162,7 @@ class Store:
         self._beaten_s = time.monotonic()
         self._watch: Watch | None = None
         if self.shared is not None:
-            self._watch = Watch(self.shared, self._storage, self._studies, self._own)
+            self._watch = Watch(self.shared, self._storage, self._studies, self._own, self.beat)
 
     @property
     def is_shared(self) -> bool:
@@ -401,14 +401,15 @@ class Store:
         ]
 
     def beat(self) -> None:
-        """Record that the controller of the running trials is alive, where the storage keeps no heartbeats. May be called often: it
-        writes only every `BEAT_S` seconds.
+        """Record that the controller of the running trials is alive, where the storage keeps no heartbeats. May be called often, by
+        any thread: it writes only every `BEAT_S` seconds. A trial that another search has freed meanwhile needs no sign.
         """
         now_s = time.monotonic()
         if now_s - self._beaten_s > BEAT_S and (self.shared is None or not self.shared.keeps_heartbeats):
             self._beaten_s = now_s
             for trial_id in self._own():
-                self._storage.set_trial_user_attr(trial_id, "seen_at_s", time.time())
+                with contextlib.suppress(UpdateFinishedTrialError):
+                    self._storage.set_trial_user_attr(trial_id, "seen_at_s", time.time())
 
     @persistent
     def finish(self, number: int, outcome: Outcome, objective: Objective, *, disturbed: bool) -> Trial:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from optuna.trial import TrialState
 
 from autotune.errors import StudyError
-from autotune.records.study import Proposal
+from autotune.records.study import BegunTrial, Proposal
+from autotune.study import store
 from autotune.study.backends.journal import Journal
 from autotune.study.reading import load_study
 from autotune.study.store import storage_errors
 from autotune.tuning.state import Search
 from tests.closed_form import ClosedFormRunner, make_search
 from tests.controllers import controllers
+
+LONGEST_S = 60.0
 
 
 @pytest.fixture
@@ -123,3 +128,35 @@ def test_a_search_that_shares_a_journal_outlives_a_file_system_that_is_gone_for_
     watch._thread.join(0.5)
     away.rename(file)
     assert watch._thread.is_alive()
+
+
+def test_a_search_that_stood_still_until_another_freed_its_trial_goes_on_and_keeps_the_outcome(
+    file: Path, open_search: Callable[[], Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "BEAT_S", 0.0)
+    one, other = open_search(), open_search()
+    number = begin(one)
+    (trial_id,) = one.store._own()
+    other.store._storage.set_trial_state_values(trial_id, TrialState.FAIL)
+    one.store.beat()
+    finish(one, number)
+    assert probed(file) == [number]
+
+
+def test_a_search_that_holds_the_play_off_gives_signs_of_life_while_no_probe_runs(
+    open_search: Callable[[], Search], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "BEAT_S", 0.0)
+    monkeypatch.setattr(Journal, "beat_s", 0.01)
+    search = open_search()
+    assert search.store.take_play_off()
+    (claim,) = search.store._own()
+
+    def seen_at_s() -> float:
+        return BegunTrial.from_dict(search.store._storage.get_trial(claim).user_attrs).seen_at_s
+
+    before_s = seen_at_s()
+    until_s = time.monotonic() + LONGEST_S
+    while seen_at_s() == before_s:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
