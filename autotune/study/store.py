@@ -112,12 +112,10 @@ class Seen:
     Attributes:
         trials: every finished trial, in order.
         elsewhere: the configs that other searches run outside the play-off.
-        decides: who holds the play-off, in words, where that is another search; empty where nobody does.
     """
 
     trials: list[Trial]
     elsewhere: frozenset[Config]
-    decides: str
 
 
 class Store:
@@ -296,14 +294,9 @@ class Store:
             own: the ids of this search's.
         """
         self._count(kept)
-        begun = [about for _, about in self._running_besides(own, kept)]
-        deciding = [one.owner for one in begun if one.stage == DECIDING]
+        begun = (about for _, about in self._running_besides(own, kept))
         configs = (Config(tuple(one.config.items())) for one in begun if one.stage not in (PLAY_OFF, DECIDING))
-        return Seen(
-            trials=trials_of(kept, self._records),
-            elsewhere=frozenset(configs) | self._begun_soon(),
-            decides=next((owner.words() for owner in deciding if owner is not None), ""),
-        )
+        return Seen(trials=trials_of(kept, self._records), elsewhere=frozenset(configs) | self._begun_soon())
 
     def _running_besides(
         self, ids: Collection[int], kept: Iterable[FrozenTrial]
