@@ -266,16 +266,18 @@ class StudyFacts(SearchFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class Owner(Record):
-    """A process that runs a search.
+    """A search that runs, and its process.
 
     Attributes:
         host: the machine, or the part of it in which process numbers are unique.
         started: when the process started, which tells it from a later process with the same number.
+        search: number of the search among those of the process, from 1; 0 where it is not said.
     """
 
     host: str
     pid: int
     started: str
+    search: int = 0
 
     def words(self) -> str:
         """`on gpu3 (process 4711)`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import socket
 import tempfile
@@ -216,19 +217,38 @@ def this_process() -> Owner:
     return Owner(host=f"{socket.gethostname()} {namespace}".strip(), pid=os.getpid(), started=_started(os.getpid()))
 
 
+_numbers = itertools.count(1)  # of this process's searches
+_begun: set[int] = set()  # those that have not ended
+
+
+def begin_search() -> int:
+    """The number of a search that begins in this process. What it runs counts as run until `end_search`."""
+    number = next(_numbers)
+    _begun.add(number)
+    return number
+
+
+def end_search(number: int) -> None:
+    """Nobody runs any more what this search of the process has left running."""
+    _begun.discard(number)
+
+
 def is_gone(trial: BegunTrial, *, is_shared: bool = False, by_clock: bool = True) -> bool:
     """Whether a trial that is marked as running is no longer run by anybody.
 
-    A trial of this very process is from an earlier search, since a process runs one search of a study at a time. A trial without
-    an owner is from an older study; as this search holds the lock, nobody runs it.
+    A trial of this very process is run as long as its search has not ended. In a study that is not shared it is from an earlier search,
+    since a process runs one search of it at a time. A trial without an owner is from an older study; as this search holds the lock,
+    nobody runs it.
 
     Args:
         is_shared: whether several searches write to the study, also of one process.
         by_clock: whether signs of life tell it of other machines' trials; else those count as run.
     """
     owner, here = trial.owner, this_process()
-    if owner is None or (owner == here and not is_shared):
+    if owner is None:
         return True
+    if replace(owner, search=here.search) == here:
+        return not (is_shared and owner.search in _begun)
     if owner.host == here.host:
         return _started(owner.pid) != owner.started
     return by_clock and time.time() - trial.seen_at_s > GONE_AFTER_S

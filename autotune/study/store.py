@@ -36,6 +36,7 @@ from autotune.records.study import (
     PLAY_OFF,
     BegunTrial,
     EndedTrial,
+    Owner,
     Prediction,
     Proposal,
     SearchFacts,
@@ -45,7 +46,16 @@ from autotune.records.study import (
 from autotune.space import Space
 from autotune.study.backends import shared_backend_of
 from autotune.study.backends.base import without_password
-from autotune.study.place import BEAT_S, PLAY_OFF_OF, Place, is_gone, require_equal, this_process
+from autotune.study.place import (
+    BEAT_S,
+    PLAY_OFF_OF,
+    Place,
+    begin_search,
+    end_search,
+    is_gone,
+    require_equal,
+    this_process,
+)
 from autotune.study.sharing import Watch, close_trial, persistent, running_elsewhere
 
 # Format 1 called a prediction a forecast; up to format 2 the play-off was in the search's study, and an infeasible trial had the
@@ -158,6 +168,7 @@ class Store:
         self._close_what_dead_searches_left()
         self._count(self._kept())
         self._beaten_s = time.monotonic()
+        self._number = begin_search()
         self._watch: Watch | None = None
         if self.shared is not None:
             self._watch = Watch(self.shared, self._storage, self._studies, self._own, self.beat)
@@ -169,6 +180,7 @@ class Store:
 
     def close(self) -> None:
         """Let the storage go."""
+        end_search(self._number)
         if self._watch is not None:
             self._watch.close()
         if self.shared is not None:
@@ -210,6 +222,11 @@ class Store:
 
     def _studies(self) -> list[optuna.Study]:
         return [study for study in (self._study, self._play_off) if study is not None]
+
+    @property
+    def _owner(self) -> Owner:
+        """This search, as its trials name it."""
+        return replace(this_process(), search=self._number)
 
     def _own(self) -> frozenset[int]:
         """The ids of this search's running trials."""
@@ -364,7 +381,7 @@ class Store:
             reason=proposal.reason or (prediction.reason if prediction else ""),
             prediction=prediction,
             round=proposal.round,
-            owner=this_process(),
+            owner=self._owner,
             seen_at_s=time.time(),
         )
         study = self._study_of(proposal.stage)
@@ -386,11 +403,11 @@ class Store:
 
     def _left(self, proposal: Proposal, kept: Iterable[FrozenTrial]) -> list[FrozenTrial]:
         """The trials that attempts before left, which did not learn that the storage has them."""
-        here, wanted = this_process(), proposal.config.as_dict()
+        owner, wanted = self._owner, proposal.config.as_dict()
         return [
             trial
             for trial, about in self._running_besides(self._own(), kept)
-            if about.owner == here and about.stage == proposal.stage and about.config == wanted
+            if about.owner == owner and about.stage == proposal.stage and about.config == wanted
         ]
 
     def beat(self) -> None:
@@ -490,11 +507,11 @@ class Store:
 
     def _open_claim(self, study: optuna.Study) -> int | None:
         """The id of the trial that shows that this search holds the play-off; None where another search does."""
-        here = this_process()
+        owner = self._owner
         for trial in self._claims(study):
-            is_own = self._is_unsure and BegunTrial.from_dict(trial.user_attrs).owner == here
+            is_own = self._is_unsure and BegunTrial.from_dict(trial.user_attrs).owner == owner
             return trial._trial_id if is_own else None
-        return self._create(study, BegunTrial(stage=DECIDING, owner=here, seen_at_s=time.time()), {}, {})
+        return self._create(study, BegunTrial(stage=DECIDING, owner=owner, seen_at_s=time.time()), {}, {})
 
     def _keeps_claim(self, kept: Iterable[FrozenTrial]) -> bool:
         """Whether the play-off is still this search's: if it stood still for long, it counted as dead, and another may hold it by now."""

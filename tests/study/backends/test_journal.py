@@ -160,3 +160,16 @@ def test_a_search_that_holds_the_play_off_gives_signs_of_life_while_no_probe_run
     while seen_at_s() == before_s:
         assert time.monotonic() < until_s
         time.sleep(0.01)
+
+
+def test_what_a_search_of_this_process_left_running_is_free_once_that_search_has_ended(
+    file: Path, open_search: Callable[[], Search]
+) -> None:
+    left = open_search()
+    begin(left)
+    assert left.store.take_play_off()
+    assert not open_search().store.take_play_off() and load_study(f"journal:///{file}").num_running == 1
+    left.store.close()
+    assert open_search().store.take_play_off()
+    read = load_study(f"journal:///{file}")
+    assert (read.num_running, read.num_lost) == (0, 1)
