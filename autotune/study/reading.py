@@ -27,7 +27,7 @@ from autotune.study.backends.base import without_password
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF, file_of, url_of
-from autotune.study.store import connect, facts_of, opening_errors, trials_of
+from autotune.study.store import connect, facts_of, is_only_agreed, opening_errors, trials_of
 from autotune.techniques import Techniques, find_techniques
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def load_study(path_or_url: str | Path, *, study: str | None = None) -> Study:
     file = _database_file(given)
     shown = _shown(given, file)
     with _opened(given, file) as storage:
-        kept = storage.get_all_studies()
+        kept = [one for one in storage.get_all_studies() if not is_only_agreed(one.user_attrs)]
         searches = _searches(kept)
         own = _users_own(searches)
         name = _choose(searches if study else own, study, shown)

@@ -48,6 +48,7 @@ from autotune.study.backends import shared_backend_of
 from autotune.study.backends.base import without_password
 from autotune.study.place import (
     BEAT_S,
+    GONE_AFTER_S,
     PLAY_OFF_OF,
     Place,
     begin_search,
@@ -62,6 +63,7 @@ from autotune.study.sharing import Watch, close_trial, persistent, running_elsew
 # worst feasible value. Both can be opened.
 FORMAT = 3
 CONSTRAINT = "infeasibility"
+AGREED = "limit_agreed_at_s"  # attribute: when searches agreed on the memory limit, in seconds since 1970
 SOON_S = 5.0  # what another search is about to begin counts as begun: it waits for its turn
 SHARED_FORMAT = 4  # several searches write to it, and an earlier version would end the others' trials
 
@@ -651,7 +653,8 @@ def limits_beside(place: Place) -> list[int]:
 
 
 def agree_on_limit(place: Place, memory_limit_bytes: int) -> int:
-    """The memory limit of a study that several searches may begin at the same instant: the first one's.
+    """The memory limit of a study that several searches may begin at the same instant: the first one's. It binds nobody any more once
+    `GONE_AFTER_S` seconds have passed and no search has opened the study: a model file may have failed.
 
     Args:
         memory_limit_bytes: what this search would take.
@@ -664,9 +667,18 @@ def agree_on_limit(place: Place, memory_limit_bytes: int) -> int:
         return memory_limit_bytes
     with _opening(place), _borrowed(place.url) as storage, backend.alone(storage, place.study):
         study = optuna.create_study(study_name=place.study, storage=storage, direction="maximize", load_if_exists=True)
-        agreed: int = study.user_attrs.get("memory_limit_bytes", memory_limit_bytes)
-        study.set_user_attr("memory_limit_bytes", agreed)
-        return agreed
+        known, now_s = study.user_attrs, time.time()
+        if "fingerprint" in known or now_s - known.get(AGREED, 0.0) < GONE_AFTER_S:
+            agreed: int = known["memory_limit_bytes"]
+            return agreed
+        study.set_user_attr("memory_limit_bytes", memory_limit_bytes)
+        study.set_user_attr(AGREED, now_s)  # last: a limit without it binds nobody
+        return memory_limit_bytes
+
+
+def is_only_agreed(attributes: Mapping[str, Any]) -> bool:
+    """Whether a study, by its user attributes in Optuna, has a memory limit and nothing else: no search has opened it yet."""
+    return "memory_limit_bytes" in attributes and "format" not in attributes
 
 
 @contextlib.contextmanager

@@ -15,7 +15,10 @@ import pytest
 from autotune.errors import StudyError
 from autotune.records.measured import Dropped
 from autotune.records.outcome import Kind, Outcome
+from autotune.study.place import place_of
 from autotune.study.reading import load_study
+from autotune.study.store import agree_on_limit
+from tests.closed_form import ClosedFormRunner, make_search
 from tests.report.sample_study import ANSWER, BASELINE, HEADROOM, LIMIT, RUNNER_UP, but, measured, write_study
 
 
@@ -211,3 +214,13 @@ def test_of_several_studies_one_has_to_be_named(tmp_path: Path) -> None:
 def test_a_storage_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(StudyError, match="cannot be read"):
         load_study("nosuch://host/base")
+
+
+def test_a_study_that_searches_have_only_agreed_on_is_none_yet(tmp_path: Path) -> None:
+    url = f"journal:///{tmp_path}/gpt.log"
+    agree_on_limit(place_of(url, "failed", "closed"), 2**30)
+    for name in (None, "failed"):
+        with pytest.raises(StudyError, match="holds no study yet; `autotune search` makes one"):
+            load_study(url, study=name)
+    make_search(tmp_path, ClosedFormRunner(), storage=url).store.close()
+    assert load_study(url).name == "closed"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from autotune.records.result import Result
 from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
 from autotune.report.study import study_sections
 from autotune.runners.replay import ReplayRunner
-from autotune.study.place import place_of
+from autotune.study.place import GONE_AFTER_S, place_of
 from autotune.study.reading import load_study
-from autotune.study.store import Store, storage_errors, stored_facts
+from autotune.study.store import Store, agree_on_limit, storage_errors, stored_facts
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
@@ -280,6 +281,20 @@ def test_a_study_that_did_not_record_sizes_is_refused_in_words(tmp_path: Path) -
     Store(place, SearchFacts(fingerprint=dataclasses.replace(known.fingerprint, batch=None)))
     with pytest.raises(StudyError, match=r"batch was not recorded and is \['float32 .*--study NAME"):
         Store(place, known)
+
+
+def test_a_limit_that_a_failed_search_has_left_in_a_shared_study_binds_none_of_the_next_day(
+    tmp_path: Path, short_play_off: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_bytes, url = inspection().device.free_bytes, f"journal:///{tmp_path}/gpt.log"
+    options = SearchOptions(storage=url, sampler="random", num_trials=2)
+    agree_on_limit(place_of(url, None, "closed"), 2 * free_bytes)
+    with pytest.raises(StudyError, match=r"has a memory limit of 16\.0 GiB, but only 8\.00 GiB are free"):
+        search(None, options, runner=ClosedFormRunner())
+    now_s = time.time
+    monkeypatch.setattr(time, "time", lambda: now_s() + 2 * GONE_AFTER_S)
+    search(None, options, runner=ClosedFormRunner())
+    assert load_study(url).memory_limit_bytes == free_bytes
 
 
 def test_the_attributes_of_no_study_are_none(tmp_path: Path) -> None:
