@@ -153,8 +153,16 @@ def updating_data(model, optimizer, batch):
     model.zero_grad()
 
 
-@pytest.mark.parametrize("step", [overflowing, updating_data])
-def test_a_step_whose_gradients_are_gone_at_its_end_is_taken(step):
+def setting_gradients(model, optimizer, batch):
+    """No gradient is accumulated, and no update leaves a version."""
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(model(batch).sum(), parameters), strict=True):
+        parameter.grad = gradient
+        parameter.data -= 0.1 * gradient
+
+
+@pytest.mark.parametrize("step", [overflowing, updating_data, setting_gradients])
+def test_a_step_of_which_gradients_are_all_that_shows_is_taken(step):
     check_task(
         Task(build_model=lambda: nn.Linear(4, 4), make_batch=lambda n: torch.ones(n, 4), train_step=step),
         torch.device("cpu"),

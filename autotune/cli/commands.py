@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autotune.cli.failures import failure_document
 from autotune.cli.files import SEVERAL, read_config, read_options, require_other, require_writable, write
 from autotune.cli.parser import ANSWERED, EVERYTHING, INTERRUPTED, MAX_REGRESSION, NOTHING_FEASIBLE, USAGE, UsageError
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, TaskError
 from autotune.records.options import (
     CommandOptions,
     ExplainOptions,
@@ -49,7 +50,8 @@ def search(options: argparse.Namespace) -> int:
         found, code = _find(options)
     except (Exception, KeyboardInterrupt) as error:
         if out is not None:  # it may hold the answer of an earlier search
-            write(out, "--out", failure_document(error) + "\n")
+            with contextlib.suppress(ConfigError):  # what ended the search matters more
+                write(out, "--out", failure_document(error) + "\n")
         raise
     nothing = {"error": "interrupted before anything was measured", "exit_code": INTERRUPTED}
     text = document(nothing if found is None else found.to_dict())
@@ -74,7 +76,11 @@ def _out_of_search(options: argparse.Namespace) -> Path | None:
     out = Path(options.out)
     require_writable(out, "--out")
     if options.model:
-        require_other(out, "--out", MODEL_FILE, find_model_file(options.model)[0])
+        try:
+            model = find_model_file(options.model)[0]
+        except TaskError:  # the search says so
+            model = Path(options.model)
+        require_other(out, "--out", MODEL_FILE, model)
     if options.script is not None:
         require_other(out, "--out", "a file of the command", *files_of(options.script))
     require_other(out, "--out", "the table", options.replay)

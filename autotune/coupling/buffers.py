@@ -115,6 +115,9 @@ class _Buffer:
         return not torch.equal(self._copy.to("cpu"), self._before.to("cpu"))
 
 
+_NUMBERS = (int, float)
+
+
 class Counters:
     """The numbers among the attributes of a model's modules, as they were: a forward pass may count its calls, and anneal a loss by them.
 
@@ -140,8 +143,9 @@ class Counters:
 
     def _counting(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         for path, attributes, before in self._all:
-            numbers = {name: value for name, value in before.items() if type(value) in (int, float)}
-            if all(attributes.get(name) is value for name, value in before.items() if name not in numbers):
+            numbers = {name: value for name, value in before.items() if type(value) in _NUMBERS}
+            others_stay = all(attributes.get(name) is value for name, value in before.items() if name not in numbers)
+            if others_stay and all(type(attributes.get(name)) in _NUMBERS for name in numbers):
                 yield path, attributes, numbers
 
 

@@ -230,8 +230,13 @@ class _Comparison:
 
     def _of_other_padding(self, found: Coupling, halves: Halves) -> Coupling:
         """The verdict found. Parts of a batch have its padding; those that a loader pads anew may show that padding reaches the loss."""
-        anew = self._samples.collated_anew(halves.num_samples) if found.verdict is Verdict.SEPARABLE else None
-        if anew is None or self._gradients.random.has_moved():  # other numbers are drawn for other padding
+        draws = (
+            self._gradients.random.has_moved
+        )  # other numbers for other padding, in the step or where a batch is made
+        if found.verdict is not Verdict.SEPARABLE or draws() or time.monotonic() > self._soft_s:
+            return found
+        anew = self._samples.collated_anew(halves)
+        if anew is None or draws():
             return found
         if not all(map(torch.equal, tensors(halves.whole), tensors(anew.whole))):  # the data set draws by itself
             return found

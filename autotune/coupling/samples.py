@@ -57,7 +57,7 @@ class SamplesOf:
         whole = split(self._batch, cuts, num_samples)[0]
         return Halves(whole, split(whole, cuts, -(-num_samples // 2)))
 
-    def collated_anew(self, num_samples: int) -> None:
+    def collated_anew(self, halves: Halves) -> None:
         """None: micro batches are parts of the batch."""
 
     def of_one_shape(self, num_samples: int) -> None:
@@ -78,17 +78,20 @@ class TypicalSamples:
         task = self._task
         if task.dataset() is None:
             return SamplesOf(task, task.batch(num_samples)).halves(num_samples)
-        positions: Sequence[int] = (self._positions or range(num_samples))[:num_samples]
+        positions = self._first(num_samples)
         with contextlib.suppress(CannotCutError):
             return SamplesOf(task, task.batch_of(positions)).halves(num_samples)
         return self._collated(positions)
 
-    def collated_anew(self, num_samples: int) -> Halves | None:
-        """So many samples, whose micro batches a loader pads less than the batch; None where it does not."""
+    def collated_anew(self, halves: Halves) -> Halves | None:
+        """The same samples, whose micro batches a loader pads less than the batch; None where it does not."""
         if self._task.dataset() is None:
             return None
-        halves = self._collated((self._positions or range(num_samples))[:num_samples])
-        return halves if halves.are_padded_anew() else None
+        positions = self._first(halves.num_samples)
+        parts = self._parts(positions)  # samples may take long to read: the whole is made where it is needed
+        if not Halves(halves.whole, parts).are_padded_anew():
+            return None
+        return Halves(self._task.batch_of(positions), parts)
 
     def of_one_shape(self, num_samples: int) -> Halves | None:
         """At most so many samples that have the same shapes as batches of one; None where too few are known."""
@@ -103,11 +106,15 @@ class TypicalSamples:
         most = max(of_shape.values(), key=len)
         return self._collated(most) if len(most) >= FEWEST_ALIKE else None
 
+    def _first(self, num_samples: int) -> Sequence[int]:
+        return (self._positions or range(num_samples))[:num_samples]
+
     def _collated(self, positions: Sequence[int]) -> Halves:
+        return Halves(self._task.batch_of(positions), self._parts(positions))
+
+    def _parts(self, positions: Sequence[int]) -> StepBatch:
         size = -(-len(positions) // 2)
-        parts = (positions[:size], positions[size:])
-        batch_of = self._task.batch_of
-        return Halves(batch_of(positions), StepBatch((batch_of(part), len(part)) for part in parts))
+        return StepBatch((self._task.batch_of(part), len(part)) for part in (positions[:size], positions[size:]))
 
 
 Samples = SamplesOf | TypicalSamples

@@ -59,10 +59,9 @@ def _one_gpu(result: Result) -> dict[str, str]:
     subject = result.subject
     if subject.num_processes > 1 or subject.device.startswith("cpu"):
         return {}
-    number = subject.device.partition(":")[2]
     return {
-        "num_processes": f"1: a Trainer takes a batch for each GPU that it sees; where there are several, start the script with "
-        f"CUDA_VISIBLE_DEVICES={number}"
+        "num_processes": "1: a Trainer takes a batch for each GPU that it sees; where there are several, let it see one alone, by "
+        f"CUDA_VISIBLE_DEVICES (the answer is for {subject.device} of those that the search saw)"
     }
 
 

@@ -23,7 +23,7 @@ from autotune.records.config import Choice, World
 from autotune.records.result import Result
 from autotune.report.figures import said_of
 from autotune.report.live import listeners_of
-from autotune.study.place import file_of
+from autotune.study.place import shown_of
 from autotune.task import Task
 from autotune.task.adapters import keep_modes
 from autotune.task.loading import runs_model_file
@@ -208,7 +208,7 @@ def _search(task: Task, options: Mapping[str, Any], listeners: Sequence[Listener
     found = said_of(result)
     gain = "".join((f", {found.gain}" if found.gain else "", f" ({found.sure})" if found.sure else ""))
     told = ", ".join(f"{name}={choice}" for name, choice in find_changes(task, result).items()) or "nothing to change"
-    study = f'{file_of(result.storage) or result.storage} --study "{result.study}"'
+    study = f'{shown_of(result.storage)} --study "{result.study}"'
     Listeners(listeners).tell(f"{found.verdict}{gain}: {told}; `autotune show {study}` tells why")
     return result
 

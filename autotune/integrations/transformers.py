@@ -369,7 +369,10 @@ def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
         newer = name.replace("gradient_checkpointing", "activation_checkpointing")
         if newer != name and hasattr(args, newer):
             changed[newer] = value
-    changed |= without_tf32({"torch_compile": args.torch_compile, **said})
+    told = {"tf32": args.tf32, "torch_compile": args.torch_compile, **said}
+    changed |= without_tf32(told)
+    if args.tf32 and told["tf32"] is None:  # making `args` switched TF32 on for the whole process
+        changed["tf32"] = False
     if changed.get("torch_compile") is False:
         changed |= {"torch_compile_backend": None, "torch_compile_mode": None}
     if capabilities_of(args.device.type).own_processors:

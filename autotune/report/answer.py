@@ -41,6 +41,7 @@ from autotune.report.figures import (
 from autotune.report.scaling import one_device_section
 from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span, Tone, table, warnings_section
 from autotune.report.terminal import as_text
+from autotune.study.place import shown_of
 from autotune.techniques import Techniques, find_techniques
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
@@ -542,5 +543,5 @@ def _cost(cost: Cost, storage: str) -> str:
     return (
         f"{plural(cost.probes, 'probe')} ({counts(cost.outcomes)}) in the study, {format_seconds(cost.train_s)} in training steps; "
         f"this search took {format_seconds(cost.wall_s)}{f' ({split})' if split else ''}.{first} "
-        f"Kept in {storage.removeprefix('sqlite:///')}."
+        f"Kept in {shown_of(storage)}."
     )

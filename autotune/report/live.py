@@ -22,6 +22,7 @@ from autotune.records.measured import front_by
 from autotune.records.outcome import Outcome, Progress
 from autotune.records.study import Trial
 from autotune.report.figures import counts, expected, measured_rate, rate, times
+from autotune.study.place import shown_of
 from autotune.techniques import Techniques
 from autotune.tuning.events import (
     Event,
@@ -322,7 +323,7 @@ def introduction(event: SearchStarted) -> list[str]:
     return [
         f"{event.task} on {event.device}: {event.objective} within {format_bytes(event.memory_limit_bytes)} "
         f"({event.headroom:.0%} of it kept free), budget {format_seconds(event.budget_s)}; "
-        f"study {event.storage.removeprefix('sqlite:///')}{known}",
+        f"study {shown_of(event.storage)}{known}",
         f"searching {', '.join(free) or 'nothing but the baseline'}: {plural(event.num_configs, 'config')}",
     ]
 

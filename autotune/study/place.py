@@ -174,6 +174,11 @@ def url_of(file: Path) -> str:
     return url if is_plain else f"{SQLITE_FILE}{str(file).translate(ESCAPES)}"
 
 
+def shown_of(url: str) -> str:
+    """A storage as a command takes it: the file of an SQLite database, else the URL."""
+    return str(file_of(url) or url)
+
+
 @contextlib.contextmanager
 def lock_study(place: Place) -> Iterator[None]:
     """Hold the study's lock: one search writes to a study at a time, unless its storage lets several share it.

@@ -111,11 +111,12 @@ class PriorStore:
                 for file in self.files:
                     studies = self._read(file)
                     gone = [study.name for study in studies if name in (None, study.name)]
-                    if name is None:
+                    left = [study for study in studies if study.name not in gone]
+                    if name is None or (gone and not left):
                         file.unlink(missing_ok=True)
                     elif gone:
                         with _anew(file) as new:
-                            _write_all(new, [study for study in studies if study.name != name])
+                            _write_all(new, left)
                     forgotten += gone
                 for rest in self._rests(set_aside=name is None):
                     rest.unlink()

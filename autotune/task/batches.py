@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -88,8 +88,9 @@ def shapes(batch: Any) -> Iterator[tuple[Any, ...]]:
     That of a nested tensor is one entry, its number of rows and the shape of all their elements: nothing pads it.
     """
     is_tensor = isinstance(batch, torch.Tensor)
-    parts = {} if is_tensor else contents(batch)
-    for part in parts.values():
+    is_list = isinstance(batch, list | tuple)  # it may be long, and not all of it asked for
+    parts: Collection[Any] = () if is_tensor else batch if is_list else contents(batch).values()
+    for part in parts:
         yield from shapes(part)
     if is_tensor and batch.is_nested:
         yield ((batch.size(0), *batch.values().shape),)

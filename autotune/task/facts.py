@@ -207,7 +207,7 @@ def _check_whole_step(task: Task, model: torch.nn.Module, optimizers: Any, batch
     with user_code("your own step", advice), handed_over.telling_of_gpus(), _gradients(model) as arrived:
         task.whole_step(model, optimizers, to_device(batch, device))
     after = [parameter._version for parameter in model.parameters()]
-    if before == after and not arrived:
+    if before == after and not arrived and all(parameter.grad is None for parameter in model.parameters()):
         raise TaskError(
             f"the step left every parameter of {type(model).__name__} as it was, and without a gradient; expected it to "
             "call backward() and the optimizers' step() itself: a function that only returns the loss is training_step"

@@ -76,9 +76,10 @@ class Attention(Technique):
     def support(self, setting: Setting) -> Support:
         """`sdpa` for Hugging Face models with eager attention; on GPUs the kernels that some call of the model can use."""
         if eager := _eager(setting.model):
+            named = [(module, _eager_names(module)) for module in eager]
             for implementation in ("sdpa", "eager"):  # raises where the model has no such implementation
-                for module in eager:
-                    module.set_attn_implementation({"": implementation})
+                for module, names in named:
+                    module.set_attn_implementation(dict.fromkeys(names, implementation))
             return Support(choices=("default", "sdpa"))
         calls = _calls(setting)
         if not calls:
@@ -134,11 +135,19 @@ def _eager(model: torch.nn.Module) -> list[Any]:
     return list(filter(is_eager, model.modules()))
 
 
+def _eager_names(module: Any) -> list[str]:
+    """By which `set_attn_implementation` knows a model's own config and, of those in it, the eager ones: a part that is no Hugging Face
+    model by itself has a config alone. Models inside may have another implementation, which stays.
+    """
+    inside = ((name, getattr(module.config, name, None)) for name in getattr(module.config, "sub_configs", ()))
+    return ["", *(name for name, config in inside if getattr(config, "_attn_implementation", "") == "eager")]
+
+
 def use_implementation(model: torch.nn.Module, modules: Sequence[str]) -> None:
     """Let Hugging Face models, by their names in `model`, call `scaled_dot_product_attention`."""
     for name in modules:
         module: Any = model.get_submodule(name)
-        module.set_attn_implementation({"": "sdpa"})  # the models inside have implementations of their own
+        module.set_attn_implementation(dict.fromkeys(_eager_names(module), "sdpa"))
 
 
 def prefer_kernel(kernel: str, device: torch.device) -> None:

@@ -174,3 +174,19 @@ def test_a_search_without_an_answer_leaves_no_older_one_in_out(
     assert main(["search", "tiny.py", "--json", "--out", str(out)]) == code
     printed = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == printed and printed["exit_code"] == code
+    assert main(["search", "tiny.py", "--json", "--out", "/dev/full"]) == code
+    assert json.loads(capsys.readouterr().out) == printed
+
+
+def test_a_model_file_that_is_not_there_leaves_no_older_answer_in_out(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Path("result.json")
+    out.write_text('{"config": {"batch_size": 8}}')
+    assert main(["search", "no_such.py", "--out", str(out)]) == 2
+    assert "no_such.py" in json.loads(out.read_text())["error"]
+
+
+def test_a_model_that_is_no_model_file_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Path("weights.json")
+    model.write_text("{}")
+    assert main(["search", str(model), "--out", str(model)]) == 2
+    assert model.read_text() == "{}"

@@ -40,6 +40,13 @@ def test_one_is_forgotten_or_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Nothing is remembered" in told.out
 
 
+def test_after_the_last_was_forgotten_by_its_name_nothing_is_remembered(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("gpt 1", "gpt 2"):
+        assert main(["priors", "--forget", name]) == 0
+    assert "Nothing is remembered" in capsys.readouterr().out
+    assert not list(Path("studies/.priors").glob("*.journal"))
+
+
 def test_a_name_that_is_not_remembered_is_told_with_those_that_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["priors", "--forget", "gpt 3"]) == 2
     assert (

@@ -28,3 +28,24 @@ def test_counters_are_put_back_but_a_length_stays_with_the_positions_that_are_ke
     counters.restore()
     assert model.count.batches == 1 and not counters.changed()
     assert model(torch.ones(3)).shape == (3,)
+
+
+class Noted(nn.Module):
+    """Keeps what it found for each sample where it began with a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.divergence = 0
+
+    def forward(self, x):
+        self.divergence = x.square()
+        return x
+
+
+def test_a_number_that_becomes_a_tensor_is_no_counter():
+    model = Noted()
+    counters = Counters(model)
+    model(torch.ones(3))
+    assert not counters.changed()
+    counters.restore()
+    assert len(model.divergence) == 3

@@ -192,6 +192,33 @@ def test_micro_batches_that_a_loader_pads_anew_show_padding_that_reaches_the_los
     assert found(task, samples=SamplesOf(task, rows_and_labels(rows[:20])), most=20).may_be_cut
 
 
+def test_samples_that_nothing_pads_are_read_once_more_to_see_that():
+    read = []
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, position):
+            read.append(position)
+            return torch.full((WIDTH,), float(position)), torch.tensor(position % CLASSES)
+
+    compared = []
+
+    class Watched(TypicalSamples):
+        def halves(self, num_samples):
+            compared.append(num_samples)
+            return super().halves(num_samples)
+
+    task = Task(
+        build_model=lambda: nn.Linear(WIDTH, CLASSES),
+        train_dataset=Rows,
+        training_step=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+    )
+    assert found(task, samples=Watched(task)).may_be_cut
+    assert len(read) < 2.5 * sum(compared)
+
+
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
 def test_a_collate_function_that_draws_is_not_taken_for_padding(generator):
     def masked(samples):

@@ -350,6 +350,13 @@ def test_an_answer_that_compiles_without_tf32_says_so_since_a_trainer_that_compi
     compiled = {"torch_compile": True, "torch_compile_mode": "default"}
     assert integration._with_answer(args, {**compiled, "tf32": None}).tf32 is False
     assert integration._with_answer(args, {"tf32": None}).tf32 is None
+    assert integration._with_answer(args, compiled).tf32 is False  # products stay as they were
+
+
+def test_an_answer_without_tf32_switches_off_what_the_users_arguments_switched_on(tmp_path: Path) -> None:
+    args = trainer_of(tmp_path).args
+    args.tf32 = True  # where there is a GPU that can, making them so switches it on for the whole process
+    assert integration._with_answer(args, {"tf32": None}).tf32 is False
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from autotune.probe.shapes import Held, Shapes, growth_per_shape, growth_where_it_grows
+from autotune.probe.shapes import NUM_LEAVES, Held, Shapes, growth_per_shape, growth_where_it_grows
 from autotune.units import MIB
 from tests.batches_of_any_kind import Clip, Graphs
 
@@ -38,6 +38,23 @@ def test_a_shape_is_that_of_every_tensor_in_the_batch():
 def test_whatever_the_batch_is(made):
     shapes = Shapes()
     assert [shapes.note(made(width)) for width in (3, 4, 3)] == [True, True, False]
+
+
+class Counted(list):
+    """A list that knows how many of its elements were looked at."""
+
+    num_seen = 0
+
+    def __iter__(self):
+        for element in super().__iter__():
+            self.num_seen += 1
+            yield element
+
+
+def test_of_a_long_list_its_first_elements_are_looked_at():
+    numbers = Counted(range(10_000))
+    Shapes().note({"labels": numbers})
+    assert numbers.num_seen <= NUM_LEAVES + 1
 
 
 def test_a_batch_that_was_not_drawn_shows_that_shapes_differ_and_not_how_many_there_are():

@@ -18,7 +18,7 @@ import pytest
 from autotune.errors import StudyError
 from autotune.records.study import BegunTrial, Owner, Proposal
 from autotune.study import place, store
-from autotune.study.place import lock_study, place_of
+from autotune.study.place import lock_study, place_of, shown_of
 from autotune.study.reading import load_study
 from autotune.study.store import stored_facts
 from tests.closed_form import ClosedFormRunner, make_search
@@ -65,7 +65,7 @@ def test_a_study_is_found_again_by_its_storage(storage: str, file: str, tmp_path
     place = place_of(storage, None, "closed")
     assert place.file is not None and place.file.absolute() == Path(file).absolute()
     assert place.file.exists() and stored_facts(place) is not None
-    for given in (place.storage, load_study(place.storage).url, file):
+    for given in (place.storage, load_study(place.storage).url, file, shown_of(place.storage)):
         assert len(load_study(given).probes) == 1
 
 

@@ -95,6 +95,30 @@ def test_a_model_inside_that_is_not_eager_keeps_its_implementation(make_setting:
     assert implementations(session.model) == ["sdpa", "sdpa", "flex_attention"]
 
 
+def test_a_part_that_is_no_hugging_face_model_follows_the_model_around_it(make_setting: Any) -> None:
+    from transformers import SamConfig, SamModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    seen = {"image_size": 16, "patch_size": 8, "output_channels": 8, "mlp_dim": 8, "global_attn_indexes": [0], **sizes}
+    config = {
+        "vision_config": seen,
+        "prompt_encoder_config": {"hidden_size": 8, "image_size": 16, "patch_size": 8},
+        "mask_decoder_config": {"mlp_dim": 8, "iou_head_hidden_dim": 8, **sizes},
+    }
+
+    def build_model() -> Any:
+        return SamModel._from_config(SamConfig(**config), attn_implementation="eager")
+
+    def of_decoder(model: Any) -> str:
+        return str(model.config.mask_decoder_config._attn_implementation)
+
+    setting = make_setting(Task(build_model=build_model, make_batch=torch.rand))
+    assert Attention().support(setting).choices == ("default", "sdpa")
+    assert of_decoder(setting.model) == "eager"
+    session = prepare(setting.task, {"attention": "sdpa"}, device="cpu")
+    assert of_decoder(session.model) == "sdpa"
+
+
 def test_the_fused_implementation_computes_the_same() -> None:
     task, gradients = hugging_face("eager"), []
     batch = task.batch(4)
