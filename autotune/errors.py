@@ -20,6 +20,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def without_digits(cause: str) -> str:
+    """What an error says without its digits: the same error may name other shapes in another config."""
+    return re.sub(r"\d+", "", cause)
+
+
 def in_one_line(error: BaseException) -> str:
     """`ValueError: bad shape`: an error's type and first line."""
     name, line = type(error).__name__, first_line(error)

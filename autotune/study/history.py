@@ -5,11 +5,11 @@ may be excused (the machine stood still), tried again, or rule out similar confi
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from autotune.errors import without_digits
 from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Choice, Config
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
@@ -18,7 +18,29 @@ from autotune.space import Space
 from autotune.techniques import Phase
 
 PATIENT = 0.9  # a probe that ran for this share of the time-out counts as having had all of it
+_NOTHING = ("", "")  # the choice that every config has
 PASSING = (Kind.CRASHED, Kind.ERROR)  # may be the machine's fault and go away: a full disk, another program
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaisedByBatch:
+    """An error that a model raises from some batch size on.
+
+    Attributes:
+        cause: with the smallest batch that raised it.
+        size: of that batch.
+        largest: the largest batch that ran with the same choices.
+        choices: that all configs share which raised it.
+    """
+
+    cause: str
+    size: int
+    largest: int
+    choices: frozenset[tuple[str, Choice]]
+
+    def holds_for(self, config: Config) -> bool:
+        """Whether a config has such a batch, and these choices."""
+        return config.batch_size >= self.size and self.choices <= set(config.choices)
 
 
 class History:
@@ -247,29 +269,39 @@ class History:
                 smallest[key] = min(config.batch_size, smallest.get(key, config.batch_size))
         return smallest
 
-    def _raises_from(self) -> list[tuple[int, set[tuple[str, Choice]]]]:
-        """For each error that the batch is to blame for: the size from which it is raised, and the choices that all its configs share.
+    def raised_by_batch(self) -> list[RaisedByBatch]:
+        """The errors that the batch is to blame for.
 
-        It takes the same error twice, once in a config that has run with a smaller batch and differs in nothing else.
+        It takes the same error twice, once in a config of which everything but the batch has run with a smaller one.
         """
         on = self.space.techniques.switched_on
         ran = [config for config, outcome in self.known.items() if outcome.ok]
-        smallest: dict[Config, int] = {}
+        smallest: dict[tuple[str, Choice], int] = {}
         for config in ran:
-            key = _without_batch(config)
-            smallest[key] = min(config.batch_size, smallest.get(key, config.batch_size))
-        raised: dict[str, list[Config]] = {}
+            for choice in (_NOTHING, *on(config)):
+                smallest[choice] = min(config.batch_size, smallest.get(choice, config.batch_size))
+        raised: dict[str, list[tuple[Config, str]]] = {}
         for config, outcome in self.known.items():
             if outcome.kind is Kind.ERROR and not outcome.too_few_samples and not outcome.device_fault:
-                raised.setdefault(re.sub(r"\d+", "0", outcome.cause), []).append(config)
+                raised.setdefault(without_digits(outcome.cause), []).append((config, outcome.cause))
         found = []
-        for configs in raised.values():
-            shared = set.intersection(*(set(on(config)) for config in configs))
+        for errors in raised.values():
+            shared = frozenset.intersection(*(frozenset(on(config)) for config, _ in errors))
             largest = max((config.batch_size for config in ran if shared <= set(on(config))), default=0)
-            by_batch = [c.batch_size for c in configs if smallest.get(_without_batch(c), math.inf) < c.batch_size]
-            if len(configs) > 1 and (sizes := [size for size in by_batch if size > largest]):
-                found.append((min(sizes), shared))
+            blamed = [
+                (config.batch_size, cause)
+                for config, cause in errors
+                if all(smallest.get(choice, math.inf) < config.batch_size for choice in (_NOTHING, *on(config)))
+            ]
+            if len(errors) > 1 and (beyond := [one for one in blamed if one[0] > largest]):
+                size, cause = min(beyond)
+                found.append(RaisedByBatch(cause=cause, size=size, largest=largest, choices=shared))
         return found
+
+    def _barred_from(self, raised: RaisedByBatch) -> int:
+        """The batch size from which none is probed: between what ran and what raised the middle one comes next."""
+        between = sorted(int(s) for s in self.space.choices[BATCH_SIZE] if raised.largest < int(s) < raised.size)
+        return [*between, raised.size][(len(between) + 1) // 2]
 
     def admissible(self) -> Callable[[Config], bool]:
         """Make a test whether a config may be probed: it is in the space, neither known nor running, not too slow to set up or to step, and
@@ -282,7 +314,7 @@ class History:
         unsupported = [choices for choices in together if choices]
         # workers may share out the samples, so further loader options cannot make them suffice
         too_few = [(c.batch_size, set(on(c, Phase.LOADER))) for c, outcome in known.items() if outcome.too_few_samples]
-        fails_from = [*too_few, *self._raises_from()]
+        fails_from = [*too_few, *((self._barred_from(one), one.choices) for one in self.raised_by_batch())]
         largest, setup_left_s = self.largest_batch_size, self._setup_left_s(self)
         in_flight = self.in_flight
 

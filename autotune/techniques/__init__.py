@@ -27,6 +27,7 @@ from autotune.records.config import (
     describe_batch,
     largest_batch_size,
 )
+from autotune.records.device import FP32
 from autotune.records.inspection import Support
 from autotune.techniques.base import (
     MANTISSA_BITS,
@@ -203,7 +204,7 @@ class Techniques(Mapping[str, Technique]):
     def arithmetic_of(self, config: Config) -> str:
         """The type in which a config computes matrix products and convolutions: the shortest type that its techniques choose."""
         types = (technique.arithmetic(config[name]) for name, technique in self.items())
-        return max(types, key=list(MANTISSA_BITS).index)
+        return max(types, key=list(MANTISSA_BITS).index, default=FP32)
 
     def untraceable(self, config: Config, device_kind: str) -> str:
         """Why the memory of `config` cannot be traced on a kind of device (`Technique.untraceable`); empty where it can."""
@@ -212,7 +213,7 @@ class Techniques(Mapping[str, Technique]):
 
     def num_shards(self, config: Config, world: World) -> int:
         """How many processes of `world` share each parameter out; 1 where each has all of it."""
-        return max(technique.num_shards(config[name], world) for name, technique in self.items())
+        return max((technique.num_shards(config[name], world) for name, technique in self.items()), default=1)
 
     def num_communicators(self, config: Config, world: World) -> int:
         """How many communicators a process of `world` has: one for each group of processes that it is in; none where it is alone."""

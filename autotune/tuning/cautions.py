@@ -10,7 +10,7 @@ from statistics import median
 from autotune.devices import capabilities_of
 from autotune.records.config import Config
 from autotune.records.measured import Measured
-from autotune.records.outcome import THROTTLED, Outcome
+from autotune.records.outcome import THROTTLED, Kind, Outcome
 from autotune.study.history import History, find_excused
 from autotune.tuning import why
 from autotune.tuning.clearance import Finding
@@ -202,9 +202,23 @@ def _compile_trouble(answer: Answer) -> Iterator[str]:
         yield f"the answer's compiled code has {trouble}; TORCH_LOGS=graph_breaks,recompiles shows where"
 
 
+def _raised_by_batch(answer: Answer) -> Iterator[str]:
+    techniques = answer.search.history.space.techniques
+    for one in answer.search.history.raised_by_batch():
+        labels = ", ".join(techniques.label(name, choice) for name, choice in sorted(one.choices))
+        beside = f" with {labels}" if labels else ""
+        yield f"batches from {one.size} on raise an error{beside}, and {one.largest} ran: {one.cause}"
+
+
 def _never_ran(answer: Answer) -> Iterator[str]:
     history = answer.search.history
-    for named, failed in why.never_ran(history.trials, history.space.baseline).items():
+    by_batch = history.raised_by_batch()
+    own = [
+        trial
+        for trial in history.trials
+        if trial.outcome.kind is not Kind.ERROR or not any(one.holds_for(trial.config) for one in by_batch)
+    ]
+    for named, failed in why.never_ran(own, history.space.baseline).items():
         *_, last = failed
         log = f"; {last.log} holds what it printed" if last.log else ""
         yield f"{named} failed each time it was run ({plural(len(failed), 'probe')}): {last.cause}{log}"
@@ -281,6 +295,7 @@ RULES: tuple[Rule, ...] = (
     _growing_memory,
     _faster_but_growing,
     _compile_trouble,
+    _raised_by_batch,
     _never_ran,
     _overflows,
     _disturbed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.errors import without_digits
 from autotune.proposers.base import Proposer
 from autotune.records.config import BATCH_SIZE
 from autotune.records.outcome import Kind
@@ -234,13 +235,13 @@ def _end_if_everything_fails_alike(history: History, ended: Trial | None) -> Non
     known = history.known
     if ended is None or any(outcome.ok for outcome in known.values()):
         return
-    kind, cause = ended.outcome.kind, why.without_digits(ended.outcome.cause)
+    kind, cause = ended.outcome.kind, without_digits(ended.outcome.cause)
     if kind not in (Kind.ERROR, Kind.NONFINITE):
         return
     unlike = {
         config.replace(batch_size=1, accumulation_steps=1)
         for config, outcome in known.items()
-        if outcome.kind is kind and why.without_digits(outcome.cause) == cause
+        if outcome.kind is kind and without_digits(outcome.cause) == cause
     }
     if len(unlike) >= SAME_ERRORS:
         raise why.as_error(ended.outcome, f"{len(unlike)} different configs failed with this error, and none ran")

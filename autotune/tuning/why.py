@@ -7,7 +7,6 @@ stop trying, how much would be needed, and what would fit.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from statistics import fmean
 
@@ -57,11 +56,6 @@ def as_error(outcome: Outcome, consequence: str = "") -> AutotuneError:
     if outcome.device_fault:
         return DeviceError(text)
     return TaskError(text, frames=outcome.detail)
-
-
-def without_digits(cause: str) -> str:
-    """A cause without digits: the same error may name other shapes in another config."""
-    return re.sub(r"\d+", "", cause)
 
 
 def figures(probed: Sequence[Trial], confirmed: Sequence[Measured]) -> dict[Config, Measured]:

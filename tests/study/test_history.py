@@ -169,6 +169,22 @@ def test_what_only_raises_with_a_choice_and_a_large_batch_is_tried_without_the_c
     assert all(map(may_be_probed, (config(24), config(96), config(32, amp="fp16"))))
 
 
+def test_between_the_batch_that_ran_and_the_one_that_raised_the_middle_comes_next():
+    """Else each smaller size would be tried in turn."""
+    ran_apart = [
+        trial(of, ran(of, 10.0)) for of in (config(8), config(8, amp="bf16"), config(8, optimizer_impl="fused"))
+    ]
+    both = {"amp": "bf16", "optimizer_impl": "fused"}
+    raised = [trial(of, error("too many")) for of in (config(96, **both), config(48))]
+    known = history(*ran_apart, *raised)
+    assert [size for size in (12, 16, 24, 32) if known.admissible()(config(size, **both))] == [12, 16]
+    known.append(replace(trial(config(16), ran(config(16), 20.0)), number=9))
+    assert [size for size in (24, 32) if known.admissible()(config(size))] == [24]
+    (found,) = known.raised_by_batch()
+    assert (found.cause, found.size, found.largest, found.choices) == ("too many", 48, 16, frozenset())
+    assert found.holds_for(config(96, amp="bf16")) and not found.holds_for(config(32))
+
+
 def test_an_error_of_a_choice_rules_out_no_batch():
     """It was never seen to run, so the batch is not to blame."""
     raised = [trial(config(size, amp="bf16"), error("bf16 is not implemented")) for size in (16, 32)]

@@ -7,7 +7,9 @@ import itertools
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.techniques import find_techniques
+from autotune.records.config import ALONE
+from autotune.records.device import FP32
+from autotune.techniques import Techniques, find_techniques
 
 TECHNIQUES = find_techniques()
 arithmetic_of = find_techniques().arithmetic_of
@@ -20,6 +22,12 @@ label_of = find_techniques().label
 def test_techniques_stand_in_the_order_in_which_they_are_applied() -> None:
     ranks = [(t.phase, t.order, t.name) for t in TECHNIQUES.values()]
     assert all(one < other for one, other in itertools.pairwise(ranks))
+
+
+def test_a_script_of_which_the_batch_alone_is_searched_has_none() -> None:
+    none = Techniques(())
+    config = none.complete({"batch_size": 8}, global_batch=16)
+    assert (none.num_shards(config, ALONE), none.arithmetic_of(config)) == (1, FP32)
 
 
 def test_a_config_names_the_batch_first_and_then_every_technique() -> None:

@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 
 from autotune.records.config import World
+from autotune.records.options import SearchOptions
+from autotune.records.outcome import Kind, Outcome
 from autotune.space import build_space
 from autotune.techniques import find_techniques
 from autotune.tuning.cautions import other_batch
-from tests.closed_form import inspection
+from autotune.tuning.search import search
+from tests.closed_form import ClosedFormRunner, inspection
 
 techniques = find_techniques()
 
@@ -21,3 +24,23 @@ def test_another_global_batch_is_told_in_the_samples_of_all_processes():
         (text,) = other_batch(SimpleNamespace(search=search, config=baseline.replace(batch_size=8)))
         assert f"takes {2 * old} samples per optimizer step where the baseline takes {old}" in text
         assert "by 2 (linear" in text and f"--global-batch {old}" in text
+
+
+class RaisesAbove(ClosedFormRunner):
+    """Of a model that holds so many samples at most."""
+
+    def outcome_of(self, config, settings):
+        found = super().outcome_of(config, settings)
+        if config.batch_size <= 12:
+            return found
+        return Outcome(
+            kind=Kind.ERROR, cause=f"RuntimeError: {config.batch_size} samples, expected at most 12", wall_s=0.1
+        )
+
+
+def test_batches_that_raise_are_told_and_no_choice_is_blamed_for_them(tmp_path):
+    result = search(None, SearchOptions(storage=str(tmp_path / "closed.db"), budget_s=20.0), runner=RaisesAbove())
+    told = [text for text in result.warnings if "raise" in text or "failed each time" in text]
+    (text,) = told
+    assert text == "batches from 16 on raise an error, and 12 ran: RuntimeError: 16 samples, expected at most 12"
+    assert result.config["batch_size"] == 12
