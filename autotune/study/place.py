@@ -200,7 +200,7 @@ def lock_study(place: Place) -> Iterator[None]:
     except filelock.Timeout:
         raise StudyError(
             f"the study {where} is in use by another search (lock {place.lock.name}); wait for it to end, give this search a study of "
-            f"its own with --study NAME, or have several searches share a study elsewhere, with {ways_to_share()}"
+            f"its own with --study NAME (study=NAME in a script), or have several searches share a study elsewhere, with {ways_to_share()}"
         ) from None
     except OSError as error:
         raise StudyError(f"the storage {where} cannot be opened: {error}; choose another with --storage") from None
@@ -301,8 +301,8 @@ def require_equal(place: Place, known: Fingerprint, wanted: Fingerprint) -> None
     if differences:
         raise StudyError(
             f"the study {place.study} in {place.storage} cannot be resumed, because new measurements would not be comparable with it: "
-            f"{'; '.join(differences)}. Start another study with --study NAME, which begins with what this one taught, or move the file "
-            "away"
+            f"{'; '.join(differences)}. Start another study with --study NAME (study=NAME in a script), which begins with what this one "
+            "taught, or move the file away"
         )
 
 

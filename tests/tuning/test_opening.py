@@ -159,7 +159,7 @@ def test_a_study_goes_on_where_the_kernel_keeps_a_page_more_and_not_in_half_the_
 def test_another_option_is_refused_before_the_model_is_imported(
     tmp_path: Path, options: dict[str, Any], difference: str
 ) -> None:
-    with pytest.raises(StudyError, match=f"{difference}.*--study NAME"):
+    with pytest.raises(StudyError, match=rf"{difference}.*--study NAME \(study=NAME in a script\)"):
         resumed(tmp_path, memory_limit=GIB, **options)
 
 
