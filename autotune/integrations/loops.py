@@ -40,6 +40,7 @@ from autotune.session import PROCESS_WIDE, Ready, lay_out, prepare
 from autotune.task import Task
 from autotune.task.adapters import is_lightning
 from autotune.task.batches import map_tensors
+from autotune.task.held import held_by
 from autotune.task.usercode import describe
 from autotune.techniques import Phase, find_techniques
 from autotune.techniques.frameworks import DATALOADER, LOOP
@@ -362,7 +363,7 @@ class Criterion:
 
     def task_identity(self) -> str:
         """What distinguishes this loss from others in the same script."""
-        return repr(self._loss)
+        return f"{self._loss!r} {held_by(self._loss)}"
 
 
 def _inputs_and_target(batch: Any) -> Sequence[Any]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from autotune.errors import TaskError
 from autotune.lazy import torch
+from autotune.task.held import Living, held_by
 from autotune.task.model_file import Origin, find_model_file, loaded_modules, name_of
 from autotune.task.process_settings import read_settings
 from autotune.task.task import Task
@@ -23,17 +23,6 @@ from autotune.task.usercode import is_user_file
 # fields whose values may differ from the model file's: they travel beside it
 _PLAIN = frozenset({"global_batch", "baseline", "max_grad_norm", "name"})
 _STARTUP = ("sitecustomize", "usercustomize")  # imported in every process of an environment, e.g. an editor's console
-
-
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr; it differs between processes
-
-
-@runtime_checkable
-class Living(Protocol):
-    """An object that lives in the user's process and whose methods are functions of a task."""
-
-    def task_identity(self) -> str:
-        """A text that tells it from others in the same script; equal in each run of the script but for memory addresses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +89,8 @@ class TaskSource:
         return replace(self, live=None, pickled=str(file), digest=digest)
 
     def script_digest(self) -> str:
-        """A sha256 of the script that built a Task, its arguments, the task's baseline and what lives in the script's process;
-        empty without a script.
+        """A sha256 of the script that built a Task, its arguments, the task's baseline and what the task's functions hold; empty
+        without a script.
 
         The task's own bytes would not do: the classes of a script are pickled otherwise in each process.
         """
@@ -109,7 +98,8 @@ class TaskSource:
         if self.live is None or script is None or not is_user_file(script) or not os.path.isfile(script):
             return ""
         # a script may tune several models in turn, or read what it tunes from a file
-        arguments = repr((sys.argv[1:], self.live.baseline, self._living())).encode()
+        functions = [part for part in self._parts() if callable(part)]
+        arguments = repr((sys.argv[1:], self.live.baseline, held_by(*functions))).encode()
         return hashlib.sha256(Path(script).read_bytes() + arguments).hexdigest()
 
     @property
@@ -118,7 +108,7 @@ class TaskSource:
 
         Without a script, a model that lives in the user's process cannot be recognised, so each call makes another version.
         """
-        return self.script_digest()[:8] or (time.strftime("%Y%m%d-%H%M%S") if self._living() else "")
+        return self.script_digest()[:8] or (time.strftime("%Y%m%d-%H%M%S") if self._lives() else "")
 
     def with_global_batch(self, global_batch: int | None) -> TaskSource:
         """The same task with another global batch; None keeps the task's own."""
@@ -163,11 +153,12 @@ class TaskSource:
         """Rebuild a source from `to_dict`'s data."""
         return TaskSource(**{**data, "sys_path": tuple(data["sys_path"])})
 
-    def _living(self) -> list[str]:
-        """The identities of what lives in the user's process."""
-        parts = [] if self.live is None else [getattr(self.live, item.name) for item in fields(self.live)]
-        owners = [getattr(part, "__self__", None) for part in parts]
-        return [_ADDRESS.sub("", owner.task_identity()) for owner in owners if isinstance(owner, Living)]
+    def _lives(self) -> bool:
+        """Whether a part of the task lives in the user's process."""
+        return any(isinstance(getattr(part, "__self__", None), Living) for part in self._parts())
+
+    def _parts(self) -> list[Any]:
+        return [] if self.live is None else [getattr(self.live, item.name) for item in fields(self.live)]
 
 
 def origin_of(task: Task, source: TaskSource, warnings: tuple[str, ...] = ()) -> Origin:

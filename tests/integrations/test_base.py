@@ -190,9 +190,12 @@ def test_tasks_that_one_script_makes_of_other_things_are_other_tasks(
         )
         return TaskSource.of(task).script_digest()
 
+    def scaled(scale: int) -> Any:
+        return lambda y, target: y.mean() * scale
+
     assert digest() == digest() != ""
     others = [digest(torch.nn.GELU), digest(kind=torch.optim.Adam), digest(lr=0.2), digest(loss=torch.nn.NLLLoss())]
-    assert len({digest(), *others}) == 5
+    assert len({digest(), *others, digest(loss=scaled(1)), digest(loss=scaled(12))}) == 7
 
 
 def test_two_models_of_one_class_are_named_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
