@@ -275,13 +275,14 @@ def _crowded(answer: Answer) -> Iterator[str]:
 
 
 def _few_rounds(answer: Answer) -> Iterator[str]:
-    if answer.standing is None or not 0 < answer.standing.num_rounds <= FEW_ROUNDS:
+    standing = answer.standing
+    if standing is None or standing.is_decided or not 0 < standing.num_telling <= FEW_ROUNDS:
         return
-    rounds = plural(answer.standing.num_rounds, "round")
+    rounds = plural(standing.num_telling, "round")
     if answer.search.interrupted():
         yield f"the search was interrupted after {rounds} of the play-off; the same command goes on and gives a more certain answer"
     else:
-        yield f"the budget left time for only {rounds} of the play-off; a larger --budget gives a more certain answer"
+        yield f"the budget left the answer time for only {rounds} of the play-off; a larger --budget gives a more certain answer"
 
 
 RULES: tuple[Rule, ...] = (

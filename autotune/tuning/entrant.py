@@ -116,6 +116,16 @@ class Standing:
             return 0
         return len(self.candidate.outcomes.keys() & self.baseline.outcomes.keys())
 
+    @property
+    def num_telling(self) -> int:
+        """The rounds that the answer rests on: those beside the baseline, or all of them where that does not run."""
+        return self.num_rounds if self.baseline is None else self.num_together
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether every entrant is out, so that no time would have brought another round."""
+        return all(entrant.dropped for entrant in self.entrants)
+
 
 def failure(outcome: Outcome) -> str:
     """Why a config with this outcome may not be recommended: it failed, or needs too much memory."""
