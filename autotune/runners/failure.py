@@ -91,7 +91,9 @@ def failure(
         cause = f"a fault of autotune itself: {cause}"
     if attempted:
         cause = f"an allocation of {format_bytes(attempted)} failed"  # the library's own words are in the detail
-    if isinstance(error, AutotuneError | UnsupportedError):
+    if (
+        isinstance(error, AutotuneError | UnsupportedError) or kind is Kind.NONFINITE
+    ):  # found here, in no line of the user's
         detail = getattr(error, "frames", "")
     elif own_fault:
         detail = "".join(traceback.format_tb(error.__traceback__)) + cause
