@@ -94,8 +94,10 @@ def times(ratio: float | None) -> str:
 
 
 def interval(low: float, high: float) -> str:
-    """`1.81x to 1.93x`."""
-    return f"{low:.2f}x to {high:.2f}x"
+    """`1.81x to 1.93x`; an end that two digits would put at 1, though all of the interval lies on one side of it, is told in words."""
+    above = "just above 1x" if low > 1 and times(low) == times(1) else times(low)
+    below = "just below 1x" if high < 1 and times(high) == times(1) else times(high)
+    return f"{above} to {below}"
 
 
 def counts(outcomes: Mapping[str, int]) -> str:
@@ -158,6 +160,8 @@ def said_of(result: Result) -> Said:
         sure = f"95% interval {'of later runs ' if later else ''}{interval(*ends)}"
         if tells_nothing(*ends):
             sure = "too noisy to tell more"
+        elif is_wide(*ends) and not result.play_off.confirmed and ends[0] <= 1 <= ends[1]:
+            sure = ""  # without a play-off its chance is told, which rests on more than these ends
         elif is_wide(*ends):  # where it may be a gain or a loss, a bound alone would hide the figure that was seen
             is_open = single or ends[0] <= 1 <= ends[1]
             gain, sure = (gain, bound(*ends)) if is_open else (bound(*ends), "95% sure")

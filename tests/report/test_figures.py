@@ -10,7 +10,7 @@ import pytest
 from autotune.records.measured import Rival
 from autotune.records.result import Ranking, Result
 from autotune.report.answer import answer_sections
-from autotune.report.figures import said_of
+from autotune.report.figures import interval, said_of
 from autotune.report.html import body
 from autotune.report.study import comparison_sections
 from autotune.report.terminal import as_text
@@ -58,10 +58,23 @@ def test_an_interval_wider_than_a_factor_of_two_is_told_as_a_bound(
     assert "Slower: at most 0.70x the baseline's throughput" in _told(slower)
 
 
-def test_a_gain_of_single_processes_is_told_as_they_measured_it_with_its_bound(result: Result) -> None:
+def test_a_gain_of_single_processes_is_told_without_a_bound_that_its_chance_may_contradict(result: Result) -> None:
     unsure = {"verdict": "undecided", "undecided": "no round was completed", "confirmed": False, "num_rounds": 0}
     single = but(result, **unsure, speedup=1.98, speedup_ci=(0.98, 3.9))
-    assert "Probably faster: 1.98x the baseline's throughput (at least 0.98x)" in _told(single)
+    assert "Probably faster: 1.98x the baseline's throughput, with" in _told(single)
+    assert "at least 0.98x" not in _told(single)
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((1.00004, 1.23), "just above 1x to 1.23x"),
+        ((0.8, 0.9999), "0.80x to just below 1x"),
+        ((0.998, 1.23), "1.00x to 1.23x"),
+    ],
+)
+def test_an_interval_on_one_side_of_1_is_never_told_as_one_that_holds_it(ends: tuple[float, float], words: str) -> None:
+    assert interval(*ends) == words
 
 
 def test_an_interval_that_holds_half_the_speed_and_a_gain_makes_nothing_probable(result: Result, study: Study) -> None:
