@@ -164,6 +164,7 @@ def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
     machines = {
         name: {
             **machine_facts(study),
+            "parameters": f"{signature.num_parameters:,}" if (signature := study.facts.signature) else "-",
             "objective": study.facts.objective,
             "headroom": f"{study.headroom:.0%}",
             "kept in": study.storage,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.errors import StudyError
+from autotune.records.inspection import LossKind, ModelSignature
 from autotune.records.outcome import Outcome
 from autotune.report.study import comparison_sections, outcome_sections, study_sections
 from autotune.report.terminal import as_text
@@ -131,6 +132,16 @@ def test_what_was_searched_for_and_kept_free_is_told_where_it_differs(study: Stu
     differs = as_text(comparison_sections([study, other]), width=120).partition("What differs")[2]
     rows = [line.split() for line in differs.splitlines()]
     assert ["objective", "throughput", "energy"] in rows and ["headroom", "5%", "20%"] in rows
+
+
+def test_studies_of_models_of_other_sizes_say_so(study: Study) -> None:
+    small, large = (
+        ModelSignature(layers=(), num_parameters=number, dtypes=(), loss=LossKind.CROSS_ENTROPY)
+        for number in (138_000, 222_000)
+    )
+    studies = [replace(study, facts=replace(study.facts, signature=one)) for one in (small, large)]
+    differs = as_text(comparison_sections(studies), width=120).partition("What differs")[2]
+    assert ["parameters", "138,000", "222,000"] in [line.split() for line in differs.splitlines()]
 
 
 def test_answers_are_compared_by_energy_too_where_one_of_them_knows_it(study: Study) -> None:
