@@ -78,7 +78,9 @@ def _kinds(explanation: Explanation, memory: Anatomy) -> Section:
     blocks: list[Paragraph] = []
     if explanation.times is not None:
         real = explanation.times.allocated_bytes
-        said = f"Measured, the allocator's peak is {format_bytes(real)}: the trace is {memory.peak_bytes / real - 1:+.1%} off."
+        off = round(memory.peak_bytes / real - 1, 3)
+        told = f"{off:+.1%}" if off else "0.0%"
+        said = f"Measured, the allocator's peak is {format_bytes(real)}: the trace is {told} off."
         blocks.append(Paragraph(Span(said, Tone.NOTE)))
     if memory.wire_bytes:
         wired = ", ".join(f"{name} {format_bytes(round(size))}" for name, size in memory.wire_bytes.items())
