@@ -369,7 +369,9 @@ def test_of_searches_that_begin_a_config_as_a_lock_is_lost_the_one_whose_lock_he
         if not began:  # its search has looked, and found that nobody runs the config
             server.execute("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'")
             with on_another_machine():
-                began.append(begin(other))
+                while (number := begin(other)) is None:  # until the server has ended what held the lock
+                    time.sleep(0.05)
+                began.append(number)
         return create(*args)
 
     monkeypatch.setattr(search.store._storage, "create_new_trial", create_without_the_lock)
