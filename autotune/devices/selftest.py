@@ -54,7 +54,8 @@ def books(name: str) -> Facts:
     device.enter()
     held_bytes = 256 * MIB
     device.outside_bytes()  # compute threads, which the block would start, are started here
-    before_bytes = device.current_bytes()  # not the peak: threads that start map more for a moment
+    # a card's peak has what lay outside torch's allocator; a process's has what threads that start map for a moment
+    before_bytes = device.peak_bytes() if device.capabilities.own_memory else device.current_bytes()
     block = torch.ones(held_bytes, dtype=torch.uint8, device=device.torch_device)
     device.synchronize()
     facts: Facts = {"allocated_bytes": held_bytes, "grown_bytes": device.peak_bytes() - before_bytes}
