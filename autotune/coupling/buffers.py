@@ -149,6 +149,26 @@ class Counters:
                 yield path, attributes, numbers
 
 
+class State:
+    """What forward passes change of a model beside what is trained: its buffers, frozen parameters and counters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._buffers, self._counters = Buffers(model), Counters(model)
+
+    def note(self) -> None:
+        """Remember the buffers as they are now; counters are remembered as this was made."""
+        self._buffers.note()
+
+    def changed(self) -> str:
+        """A buffer or counter that has another value; empty where none has."""
+        return self._buffers.changed() or self._counters.changed()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._buffers.restore()
+        self._counters.restore()
+
+
 def version_of(tensor: torch.Tensor | None) -> int | None:
     """The tensor's version, which grows with each change in place; None for tensors made in inference mode."""
     return None if tensor is None or tensor.is_inference() else tensor._version

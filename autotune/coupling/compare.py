@@ -230,9 +230,8 @@ class _Comparison:
 
     def _of_other_padding(self, found: Coupling, halves: Halves) -> Coupling:
         """The verdict found. Parts of a batch have its padding; those that a loader pads anew may show that padding reaches the loss."""
-        draws = (
-            self._gradients.random.has_moved
-        )  # other numbers for other padding, in the step or where a batch is made
+        # in the step, or where a batch is made: other numbers for other padding
+        draws = self._gradients.random.has_moved
         if found.verdict is not Verdict.SEPARABLE or draws() or time.monotonic() > self._soft_s:
             return found
         anew = self._samples.collated_anew(halves)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autotune.coupling.buffers import Buffers, Counters, hold_still
+from autotune.coupling.buffers import State, hold_still
 from autotune.coupling.draws import SameDraws, dropout_off
 from autotune.coupling.samples import Halves
 from autotune.devices import Device
@@ -126,14 +126,13 @@ class Gradients:
         self._longest_s, self._latest_s = longest_s, time.monotonic() + longest_s
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.random = RandomState(self._device)
-        # with the values with which each comparison begins
-        self._buffers, self._counters = Buffers(model), Counters(model)
+        self._state = State(model)  # with the values with which each comparison begins
         self.sample_s = 0.0
 
     @contextlib.contextmanager
     def equal_conditions(self, whole: Any) -> Iterator[None]:
         """Around the passes that are compared: no dropout, and nothing that depends on how many samples are normalised together."""
-        outside, counters = Buffers(self._model), Counters(self._model)
+        outside = State(self._model)
         outside.note()
         try:
             with contextlib.ExitStack() as stack:
@@ -141,40 +140,35 @@ class Gradients:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(dropout_off(self._model))
                 stack.enter_context(hold_still(self._model, lambda: self._loss(whole)))
-                self._buffers, self._counters = Buffers(self._model), Counters(self._model)
-                self._buffers.note()
+                self._state = State(self._model)
+                self._state.note()
                 yield
         finally:
             outside.restore()
-            counters.restore()
 
     def changed(self) -> str:
         """What a pass changed of the model's state; empty where it changed nothing."""
-        return self._buffers.changed() or self._counters.changed()
+        return self._state.changed()
 
     def compare(self, halves: Halves) -> Compared:
         """The gradients of a batch and, from the same state on, of its parts, as `Session.accumulate` takes and weights them."""
         draws, parts = SameDraws(blocked=halves.blocked), halves.parts
-        self._restore()
+        self._state.restore()
         with draws.whole():
             whole = self._gradient(halves.whole)
-        self._restore()
+        self._state.restore()
         began_s = time.perf_counter()
         found, start = [], 0
         shares = shares_of(list(map(self._task.weight, parts, parts.sizes)))
         for part, size, share in zip(parts, parts.sizes, shares, strict=True):
             if halves.restores_between:
-                self._restore()
+                self._state.restore()
             if share:
                 with draws.part(start, start + size, halves.num_samples):
                     found.append(self._gradient(part))
             start += size
         self.sample_s = (time.perf_counter() - began_s) / halves.num_samples
         return Compared(whole, tuple(found), tuple(share for share in shares if share), draws)
-
-    def _restore(self) -> None:
-        self._buffers.restore()
-        self._counters.restore()
 
     def clear(self) -> None:
         """Free the gradients."""

@@ -154,9 +154,8 @@ class Connection:
         return started
 
     def _import_failed(self, what: str, printed: int) -> NoReturn:
-        said = self._log.read_bytes() or os.pread(
-            printed, os.fstat(printed).st_size, 0
-        )  # the latter until it knew its log
+        # what it printed before it knew its log is in the other file
+        said = self._log.read_bytes() or os.pread(printed, os.fstat(printed).st_size, 0)
         tail = said.decode(errors="replace").strip()[-1500:]
         label = self._source.label if self._source is not None else "autotune"
         see = "give the search a longer budget if its modules take long to import"

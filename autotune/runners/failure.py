@@ -91,9 +91,8 @@ def failure(
         cause = f"a fault of autotune itself: {cause}"
     if attempted:
         cause = f"an allocation of {format_bytes(attempted)} failed"  # the library's own words are in the detail
-    if (
-        isinstance(error, AutotuneError | UnsupportedError) or kind is Kind.NONFINITE
-    ):  # found here, in no line of the user's
+    is_of_ours = isinstance(error, AutotuneError | UnsupportedError)
+    if is_of_ours or kind is Kind.NONFINITE:  # which is found here, in no line of the user's
         detail = getattr(error, "frames", "")
     elif own_fault:
         detail = "".join(traceback.format_tb(error.__traceback__)) + cause

@@ -91,9 +91,7 @@ class OneSlotRunner(Runner):
         """One, on the device or the group of them, with what is free now for each process."""
         info = self._device.info()
         if not self._device.capabilities.own_memory:
-            info = replace(info, free_bytes=info.free_bytes + held_ahead_bytes())
-        if len(self._devices) > 1 and not self._device.capabilities.own_memory:
-            info = replace(info, free_bytes=info.free_bytes // len(self._devices))
+            info = replace(info, free_bytes=(info.free_bytes + held_ahead_bytes()) // len(self._devices))
         elif len(self._devices) > 1:
             info = replace(info, free_bytes=min(device.info().free_bytes for device in self._opened))
         if self._own is not None and not self._device.capabilities.own_memory:

@@ -18,8 +18,8 @@ from autotune.space import Space
 from autotune.techniques import Phase
 
 PATIENT = 0.9  # a probe that ran for this share of the time-out counts as having had all of it
-_NOTHING = ("", "")  # the choice that every config has
 PASSING = (Kind.CRASHED, Kind.ERROR)  # may be the machine's fault and go away: a full disk, another program
+_NOTHING = ("", "")  # the choice that every config has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,18 +274,21 @@ class History:
 
         It takes the same error twice, once in a config of which everything but the batch has run with a smaller one.
         """
+        raised: dict[str, list[tuple[Config, str]]] = {}
+        for config, outcome in self.known.items():
+            if outcome.kind is Kind.ERROR and not outcome.too_few_samples and not outcome.device_fault:
+                raised.setdefault(without_digits(outcome.cause), []).append((config, outcome.cause))
+        twice = [errors for errors in raised.values() if len(errors) > 1]
+        if not twice:  # nearly always: this is asked for each proposal
+            return []
         on = self.space.techniques.switched_on
         ran = [config for config, outcome in self.known.items() if outcome.ok]
         smallest: dict[tuple[str, Choice], int] = {}
         for config in ran:
             for choice in (_NOTHING, *on(config)):
                 smallest[choice] = min(config.batch_size, smallest.get(choice, config.batch_size))
-        raised: dict[str, list[tuple[Config, str]]] = {}
-        for config, outcome in self.known.items():
-            if outcome.kind is Kind.ERROR and not outcome.too_few_samples and not outcome.device_fault:
-                raised.setdefault(without_digits(outcome.cause), []).append((config, outcome.cause))
         found = []
-        for errors in raised.values():
+        for errors in twice:
             shared = frozenset.intersection(*(frozenset(on(config)) for config, _ in errors))
             largest = max((config.batch_size for config in ran if shared <= set(on(config))), default=0)
             blamed = [
@@ -293,7 +296,7 @@ class History:
                 for config, cause in errors
                 if all(smallest.get(choice, math.inf) < config.batch_size for choice in (_NOTHING, *on(config)))
             ]
-            if len(errors) > 1 and (beyond := [one for one in blamed if one[0] > largest]):
+            if beyond := [one for one in blamed if one[0] > largest]:
                 size, cause = min(beyond)
                 found.append(RaisedByBatch(cause=cause, size=size, largest=largest, choices=shared))
         return found

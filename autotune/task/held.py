@@ -46,9 +46,7 @@ def held_by(*functions: Any) -> str:
             continue
         text, held = _open(value)
         inner = list(itertools.islice(held, _MOST_ITEMS))
-        if not isinstance(
-            value, _PLAIN
-        ):  # functions may hold each other; each value is kept, so that its id stays its own
+        if not isinstance(value, _PLAIN):  # functions may hold each other; a value that is kept keeps its id
             known[id(value)] = len(texts), value
         texts.append(f"{_ADDRESS.sub('', text)} {len(inner)}")
         waiting.extend(inner)
