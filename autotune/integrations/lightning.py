@@ -123,10 +123,10 @@ def tune(
         AutotuneError: as `autotune.search` does.
     """
     loader = _loader_of(module, datamodule, trainer, train_dataloaders)
-    task = _task(module, trainer, loader)
+    owner = datamodule or getattr(trainer, "datamodule", None)
+    task = _task(module, trainer, loader, _call(owner, trainer, train_dataloaders))
     watched_by = listeners_here(listeners)
     if options.get("eval"):
-        owner = datamodule or getattr(trainer, "datamodule", None)
         made = _made_of(module, owner, "val_dataloader", is_prepared=False)
         task = replace(task, **_validated_on(made))
     result = search(task, _FRAMEWORKS, options, watched_by, device=_device(trainer))
@@ -152,10 +152,18 @@ def task_of(
     Raises:
         TaskError: it cannot be tuned, with the reason and what to do.
     """
-    return _task(module, trainer, _loader_of(module, datamodule, trainer, train_dataloaders))
+    loader = _loader_of(module, datamodule, trainer, train_dataloaders)
+    return _task(module, trainer, loader, _call(datamodule, trainer, train_dataloaders))
 
 
-def _task(module: LightningModule, trainer: Trainer | None, loader: Any) -> Task:
+def _call(datamodule: LightningDataModule | None, trainer: Trainer | None, train_dataloaders: Any = None) -> str:
+    """The call of `task_of`, by the names that it has for what was given."""
+    given = {"datamodule": datamodule, "trainer": trainer, "train_dataloaders": train_dataloaders}
+    named = [f"{name}={name}" for name, value in given.items() if value is not None]
+    return f"{__name__}.task_of({', '.join(['module', *named])})"
+
+
+def _task(module: LightningModule, trainer: Trainer | None, loader: Any, made_by: str) -> Task:
     given = {"precision": "32-true"} if trainer is None else _given(trainer)
     data = data_of(loader)
     baseline = {**read(LIGHTNING, given), **baseline_of(loader)}
@@ -166,6 +174,7 @@ def _task(module: LightningModule, trainer: Trainer | None, loader: Any) -> Task
         global_batch=batch_of_all(int(baseline[BATCH_SIZE]) * int(baseline.get(ACCUMULATION, 1))),
         max_grad_norm=_clipping(module, trainer),
         name=type(module).__name__,
+        made_by=made_by,
     )
 
 
@@ -241,7 +250,7 @@ class AutotuneCallback:
         options = dict(self._options)
         options["exclude"] = (*options.get("exclude", ()), *_not_reached(pl_module))
         loader = _loader_of(pl_module, None, trainer, is_prepared=True)
-        task = _task(pl_module, trainer, loader)
+        task = _task(pl_module, trainer, loader, _call(getattr(trainer, "datamodule", None), trainer))
         _require_read(pl_module, trainer, self._name, loader.batch_size)
         watched_by = listeners_here(self._listeners)
         if options.get("eval"):

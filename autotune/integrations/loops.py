@@ -112,7 +112,12 @@ def tune(
     own_step: dict[str, Any] = {} if training_step is None else {"training_step": training_step}
     task = task_of(model, loader, None if own_step else loss, optimizer, baseline=today, **own_step)
     # the loop keeps its loader, so what a session's does not have is no matter
-    task = replace(task, fixed_accumulation=_STAYS, warnings=(*data_of(loader)["warnings"], *told))
+    task = replace(
+        task,
+        fixed_accumulation=_STAYS,
+        warnings=(*data_of(loader)["warnings"], *told),
+        made_by=_call(loss, training_step, today),
+    )
     _require_fresh(model, optimizer)
     techniques = find_techniques()
     own = {
@@ -133,6 +138,14 @@ def tune(
     if found:
         _switch_on(found, task, model, optimizer, device)
     return Tuned(loader=loader, result=result)
+
+
+def _call(loss: Any, training_step: Any, today: Mapping[str, Choice]) -> str:
+    """The call of `task_of`, by the names that `tune` has for what was given."""
+    given = ["model", "loader", "None" if loss is None or training_step is not None else "loss", "optimizer"]
+    given += [] if training_step is None else ["training_step=training_step"]
+    given += [f"baseline={dict(today)!r}"] if today else []
+    return f"{__name__}.task_of({', '.join(given)})"
 
 
 def _require_fresh(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

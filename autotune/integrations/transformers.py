@@ -115,6 +115,7 @@ def task_of(trainer: Trainer) -> Task:
         name=type(trainer.model).__name__,
         fixed_accumulation=live.why_accumulation_is_fixed,
         warnings=tuple(_left_out(trainer)),
+        made_by=f"{__name__}.task_of(trainer)",
     )
     baseline = read(TRANSFORMERS, given, task, trainer.model)
     plan = {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}

@@ -108,6 +108,7 @@ class Subject(Group):
         device: its name.
         num_processes: number of processes that train together, each on a device of its own, or all on the CPU.
         model: the task as `prepare` and the command line take it; empty for one built in Python.
+        made_by: the call that makes the task of what an integration tunes; empty for any other.
         parts: which of a model file's functions and constants the task has, as in `TaskFacts`.
         optimizer: class of the task's optimizer, as in `TaskFacts`.
         trained: what is trained, where it differs from what the task's own baseline trains.
@@ -118,6 +119,7 @@ class Subject(Group):
     device: str = ""
     num_processes: int = 1
     model: str = ""
+    made_by: str = ""
     parts: tuple[str, ...] = ()
     optimizer: str = ""
     trained: dict[str, Choice] = field(default_factory=dict)

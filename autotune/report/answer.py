@@ -43,6 +43,7 @@ from autotune.report.sections import Block, Cell, Code, Paragraph, Section, Span
 from autotune.report.terminal import as_text
 from autotune.study.place import shown_of
 from autotune.techniques import Techniques, find_techniques
+from autotune.techniques.frameworks import FRAMEWORKS
 from autotune.units import format_bytes, format_count, format_per_s, format_seconds, plural
 
 VERIFY_STEPS = 100  # `--steps` of the command that is offered
@@ -92,7 +93,10 @@ def answer_sections(
     if result.command:
         yield Section("Run it", (Code("", tail=result.command),), own_risk)
         return
-    yield Section("Run it", python_lines(model, goal.asked, result.subject.num_processes), own_risk)
+    lines = python_lines(model, goal.asked, result.subject.num_processes, result.subject.made_by)
+    yield Section("Run it", lines, own_risk)
+    if not model and (command := export_command(result)):
+        yield Section("In the framework's own words", (Code("", tail=command),))
     if command := verify_command(result.config, techniques, model, goal.asked):
         yield Section("", (Code("", tail=command),))
 
@@ -132,8 +136,14 @@ def _essentials(config: Mapping[str, Choice], techniques: Techniques) -> dict[st
     return {name: choice for name, choice in config.items() if not techniques.is_off(name, choice)}
 
 
-def python_lines(model: str, asked: Mapping[str, str | int], num_processes: int = 1) -> tuple[Code, ...]:
-    """A training loop that uses `config`, and `task` for a task built in Python; for several processes, also how to start them."""
+def python_lines(
+    model: str, asked: Mapping[str, str | int], num_processes: int = 1, made_by: str = ""
+) -> tuple[Code, ...]:
+    """A training loop that uses `config`; for several processes, also how to start them.
+
+    Args:
+        made_by: the call that makes a task built in Python of what an integration tuned; without one, `task` is said to be the user's.
+    """
     task = json.dumps(model, ensure_ascii=False) if model else "task"
     given = dict(asked)
     if str(given.get("devices", "")).startswith("cpu:"):
@@ -143,11 +153,39 @@ def python_lines(model: str, asked: Mapping[str, str | int], num_processes: int 
     started = (Code(f"# torchrun --nproc-per-node {num_processes} train.py, where this is train.py:"),)
     return (
         *(started if num_processes > 1 else ()),
-        Code("import autotune"),
+        *_task_lines(model, made_by),
         call,
         Code("for batch in session.loader:"),
         Code("    loss = session.step(batch)"),
     )
+
+
+def _task_lines(model: str, made_by: str) -> Iterator[Code]:
+    """What the lines import, and for a task built in Python what `task` is."""
+    if made_by and not model:
+        yield Code(f"import {_integration_of(made_by)}")
+        yield Code("# with what was tuned, as it was before training:")
+        yield Code(f"task = {made_by}")
+        return
+    yield Code("import autotune")
+    if not model:
+        yield Code("# task is the autotune.Task that was searched")
+
+
+def export_command(result: Result) -> str:
+    """The `autotune export` that says the answer as the framework does whose trainer was tuned; empty for any other task."""
+    framework = _integration_of(result.subject.made_by).rpartition(".")[2]
+    if framework not in FRAMEWORKS:
+        return ""
+    force = ["--force"] if result.doubt else []
+    return shlex.join(
+        ["autotune", "export", shown_of(result.storage), "--study", result.study, "--to", framework, *force]
+    )
+
+
+def _integration_of(made_by: str) -> str:
+    """The module whose call makes a task."""
+    return made_by.partition("(")[0].rpartition(".")[0]
 
 
 def verify_command(
@@ -314,11 +352,9 @@ def _play_off(result: Result, techniques: Techniques) -> Section:
 def _later(result: Result) -> str:
     """How the speed-up's interval allows for a run on another day."""
     number = result.play_off.num_rechecks
-    known = (
-        f"as {plural(number, 'later run')} of answers on this machine did"
-        if number
-        else f"which is assumed until `autotune verify {result.subject.model or 'MODEL'} --against STUDY --steps 100` has measured it here"
-    )
+    model = result.subject.model  # what was built in Python is not verified by a command
+    until = f" until `autotune verify {model} --against STUDY --steps 100` has measured it here" if model else ""
+    known = f"as {plural(number, 'later run')} of answers on this machine did" if number else f"which is assumed{until}"
     return f"The speed-up's interval allows for a later run that differs by {result.play_off.later_std:.1%}, {known}."
 
 

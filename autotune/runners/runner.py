@@ -67,12 +67,14 @@ class Stated(Record):
         global_batch: samples per optimizer step; None where the author leaves it open.
         baseline: the config that the author runs today, as a partial dict; None when not stated.
         trained: what that config trains (`Techniques.trained`), under the names that the task has for it.
+        made_by: the call that makes a task of what an integration tunes, as in `Task`; empty for any other.
     """
 
     model: str = ""
     global_batch: int | None = None
     baseline: Mapping[str, Any] | None = None
     trained: Mapping[str, Choice] = field(default_factory=dict)
+    made_by: str = ""
 
     @classmethod
     def of(cls, task: Task, source: TaskSource) -> Self:

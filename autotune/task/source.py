@@ -142,6 +142,11 @@ class TaskSource:
             return ""
         return f"{self.label}:{self.attribute}" if self.attribute else self.label
 
+    @property
+    def made_by(self) -> str:
+        """The call that made the task of what an integration tunes; empty for any other, and once it is handed over."""
+        return "" if self.live is None else self.live.made_by
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready data; `from_dict` reverses it. A Task built in Python is handed over first."""
         data = {item.name: getattr(self, item.name) for item in fields(self)}

@@ -57,6 +57,7 @@ class Task:
         eval: whether a search is to find the batch size for evaluation too.
         name: short name, used for the study.
         warnings: what the user should know about how the task was made; told with the answer.
+        made_by: the call that made it of what an integration tunes, for the lines that run an answer; not for users to set.
         origin: where `load_task` found it; not for users to set.
 
     Raises:
@@ -84,6 +85,7 @@ class Task:
     eval: bool | None = None
     name: str = "task"
     warnings: Sequence[str] = ()
+    made_by: str = ""
     origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

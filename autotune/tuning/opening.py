@@ -244,7 +244,7 @@ def open_search(
                 shutil.rmtree(kept.place.compiled, ignore_errors=True)
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
-                runner.stated = replace(runner.stated, model=source.spec)
+                runner.stated = replace(runner.stated, model=source.spec, made_by=source.made_by)
         own = techniques.complete(runner.stated.trained)
         others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
         kept = kept.training(others, techniques)

@@ -185,6 +185,7 @@ def _subject(search: Search) -> Subject:
         device=search.inspection.device.name,
         num_processes=search.inspection.known_world.size,
         model=search.runner.stated.model,
+        made_by=search.runner.stated.made_by,
         parts=facts.parts,
         optimizer=facts.optimizer,
         trained=dict(search.store.place.trained),

@@ -8,7 +8,11 @@ from typing import Any
 
 from autotune.records.config import ALONE, World
 from autotune.records.inspection import TaskFacts
+from autotune.report.study import study_sections
+from autotune.report.terminal import as_text
 from autotune.runners.jobs import InspectJob, Job
+from autotune.session import Session
+from autotune.study.reading import load_study
 from tests.closed_form import ClosedFormRunner, inspection, techniques
 
 LAUNCHED = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # what a launcher sets
@@ -34,3 +38,20 @@ def known(folder: Path, world: World = ALONE, **today: Any) -> dict[str, Any]:
     storage, runner = f"sqlite:///{folder / 'closed.db'}", Known(today=today)
     runner.world = world
     return {"runner": runner, "listeners": (), "storage": storage, "memory_limit": "1000MiB", "trials": 10}
+
+
+def shown(folder: Path) -> str:
+    """What `autotune show` prints of the study that a search with `known` has left."""
+    study = load_study(folder / "closed.db")
+    return as_text(study_sections(study, model=study.facts.model), 100)
+
+
+def run_as_printed(text: str, **names: Any) -> Session:
+    """Run the lines under `Run it`, the recommended config before them, in a script that has the given names. Returns the session."""
+    config = text[text.index("config = {") : text.index("}", text.index("config = {")) + 1]
+    lines = text[text.index("Run it") :].split("\n\n")[0].splitlines()[1:]
+    script = "\n".join([*(line.strip() for line in config.splitlines()), *(line.removeprefix("  ") for line in lines)])
+    exec(script, names)
+    session: Session = names["session"]
+    assert names["loss"].isfinite()
+    return session

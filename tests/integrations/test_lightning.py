@@ -17,7 +17,7 @@ from autotune.session import prepare
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
-from tests.integrations.answers import FACTS, LAUNCHED, known
+from tests.integrations.answers import FACTS, LAUNCHED, known, run_as_printed, shown
 from tests.integrations.test_base import CLASSES, FEATURES, dataset, net
 from tests.notes import Notes
 
@@ -155,6 +155,20 @@ def test_the_answer_is_in_the_words_of_trainer_and_dataloader(tmp_path: Path) ->
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(dataset(192))
+
+
+@pytest.mark.parametrize("given", [("datamodule", "trainer"), ("trainer", "train_dataloaders"), ("datamodule",)])
+def test_the_lines_that_are_printed_after_a_search_run_what_was_measured(given: Any, tmp_path: Path) -> None:
+    loader = DataLoader(dataset(96), batch_size=4)
+    made = {"datamodule": Data(), "trainer": trainer_of(tmp_path), "train_dataloaders": loader}
+    names = {name: made[name] for name in given}
+    if "trainer" in names:
+        names["trainer"].accumulate_grad_batches = 24
+    options = known(tmp_path) | ({} if "trainer" in names else {"global_batch": 96})
+    integration.tune(module := Module(), **names, **options)
+    text = shown(tmp_path)
+    assert run_as_printed(text, module=module, **names).config.samples_per_step == 96
+    assert f"autotune export {tmp_path / 'closed.db'} --study closed --to lightning" in text
 
 
 def test_of_a_stream_the_answer_says_nothing_of_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

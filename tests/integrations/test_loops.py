@@ -17,6 +17,7 @@ from autotune.task import Task
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import LOOP
 from tests.arithmetic import needs_bf16_arithmetic
+from tests.integrations.answers import known, run_as_printed, shown
 
 TECHNIQUES = find_techniques()
 
@@ -332,6 +333,26 @@ def test_what_accelerate_launch_says_is_what_the_loop_does(tmp_path: Path, monke
     model = net()
     found = tuned(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1), trials=1)
     assert found.result.baseline.config["amp"] == "bf16" and "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("names", [{"baseline"}, {"training_step", "baseline"}], ids=["loss", "training_step"])
+def test_the_lines_that_are_printed_after_a_search_run_what_was_measured(names: set[str], tmp_path: Path) -> None:
+    def training_step(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def made() -> dict[str, Any]:
+        model = net()
+        own = {"training_step": training_step, "loss": None} if "training_step" in names else {}
+        return {
+            "model": model,
+            "loader": DataLoader(dataset(), batch_size=4),
+            "loss": torch.nn.CrossEntropyLoss(),
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            **own,
+        }
+
+    tune(**made(), baseline={"accumulation_steps": 24}, fix={"batch_size": 4}, **known(tmp_path))
+    assert run_as_printed(shown(tmp_path), **made()).config.samples_per_step == 96
 
 
 def test_a_loop_that_does_what_the_user_excludes_or_fixes_otherwise() -> None:

@@ -17,7 +17,7 @@ from autotune.probe.inspection import inspect_task
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.source import TaskSource
-from tests.integrations.answers import LAUNCHED, known
+from tests.integrations.answers import LAUNCHED, known, run_as_printed, shown
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -405,6 +405,18 @@ def test_the_arguments_come_back_changed_where_the_answer_says_so(tmp_path: Path
     expected = {"per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "optim"}
     assert changed.keys() == expected and changed["bf16"] and changed["optim"] == "adamw_torch_fused"
     assert found.per_device_train_batch_size * found.gradient_accumulation_steps == 96
+
+
+def test_the_lines_that_are_printed_after_a_search_run_what_was_measured(tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24}
+
+    def made() -> Any:
+        return trainer_of(tmp_path, args=asked, train_dataset=sentences(96))
+
+    integration.tune(made(), **known(tmp_path))
+    text = shown(tmp_path)
+    assert run_as_printed(text, trainer=made()).config.samples_per_step == 96
+    assert f"autotune export {tmp_path / 'closed.db'} --study closed --to transformers" in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, arguments that do not say so train on it")

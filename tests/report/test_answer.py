@@ -107,6 +107,21 @@ def test_what_was_asked_of_the_search_is_asked_again_to_run_its_answer(result: R
 def test_a_task_built_in_python_has_no_command(result: Result) -> None:
     text = as_text(answer_sections(result, find_techniques(), model=""))
     assert "autotune.prepare(task, config)" in text and "autotune verify" not in text
+    assert "# task is the autotune.Task that was searched" in text
+
+
+def test_what_an_integration_tuned_is_made_a_task_before_it_is_run(result: Result) -> None:
+    made_by = "autotune.integrations.lightning.task_of(module, datamodule=datamodule)"
+    text = as_text(answer_sections(but(result, made_by=made_by), find_techniques(), model=""))
+    first, *_ = text[text.index("Run it") :].split("session =")
+    assert first.split("\n")[1:-1] == [
+        "  import autotune.integrations.lightning",
+        "  # with what was tuned, as it was before training:",
+        f"  task = {made_by}",
+    ]
+    assert f"--study {result.study} --to lightning" in text
+    of_a_loop = but(result, made_by="autotune.integrations.loops.task_of(model, loader, loss, optimizer)")
+    assert "autotune export" not in as_text(answer_sections(of_a_loop, find_techniques(), model=""))
 
 
 def test_throughput_memory_and_step_stand_beside_the_baseline(result: Result) -> None:
