@@ -43,15 +43,26 @@ class Transformers(Exporter):
         unsaid |= unsaid_clipping(result, "TrainingArguments(max_grad_norm=...), which clips to 1.0 otherwise")
         unsaid |= unsaid_last_sample(result, "TrainingArguments(dataloader_drop_last=True)")
         optim, untold = _users_adamw(result, found, space)
+        tf32 = said_of_tf32(found, wanted=bool(found["tf32"])) if "tf32" in found else {}
         return Export(
-            json.dumps({**found, **unclipped, **optim, **device, **without_tf32(found)}, indent=2),
+            json.dumps({**found, **unclipped, **optim, **device, **tf32}, indent=2),
             {**unsaid, **untold, **unknown_of_copies(result), **launching(result), **_one_gpu(result)},
         )
 
 
-def without_tf32(said: Mapping[str, Any]) -> dict[str, bool]:
-    """`tf32` for a Trainer that compiles and is told nothing of it: it would switch TF32 on."""
-    return {"tf32": False} if said.get("torch_compile") and said.get("tf32", True) is None else {}
+def said_of_tf32(said: Mapping[str, Any], *, wanted: bool, is_on: bool = False) -> dict[str, bool]:
+    """`tf32` where it has to be said: a Trainer that compiles, not in fp16, switches TF32 on where it is told nothing of it, and any other
+    leaves it as the process has it.
+
+    Args:
+        said: the other arguments.
+        wanted: whether the answer trains in TF32.
+        is_on: whether the process has it on already.
+    """
+    unasked = bool(said.get("torch_compile")) and not said.get("fp16")
+    if wanted:
+        return {} if unasked else {"tf32": True}
+    return {"tf32": False} if unasked or is_on else {}
 
 
 def _one_gpu(result: Result) -> dict[str, str]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from types import FrameType
@@ -20,10 +21,11 @@ from unittest import mock
 
 import torch
 from transformers import Trainer, TrainerCallback
+from transformers.utils import is_torch_tf32_available
 
 from autotune.devices import TYPES, capabilities_of
 from autotune.errors import ConfigError, TaskError, in_one_line
-from autotune.export.transformers import without_tf32
+from autotune.export.transformers import said_of_tf32
 from autotune.group import launched_world
 from autotune.integrations.accelerator import choices_of_shards, groups_of, require_whole_samples
 from autotune.integrations.base import (
@@ -40,6 +42,7 @@ from autotune.integrations.base import (
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
+from autotune.task.process_settings import apply_settings, read_settings
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TRANSFORMERS
 from autotune.tuning.events import Listener
@@ -87,7 +90,8 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     if _shards(trainer):  # which is given the precision
         options["exclude"] = (*options.get("exclude", ()), *techniques_saying(TRANSFORMERS, "bf16"))
-    result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
+    with _without_tf32_of(trainer.args):  # which would come to the probes with all that the process has set
+        result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
     return _with_answer(trainer.args, said[TRANSFORMERS])
 
@@ -329,6 +333,7 @@ def _given(trainer: Trainer) -> dict[str, Any]:
     given = {item.name: getattr(trainer.args, item.name) for item in fields(trainer.args)}
     precision = trainer.accelerator.mixed_precision  # Accelerate's own configuration may set it
     given |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
+    given["tf32"] = _switch_tf32_on(trainer.args) or given["tf32"]
     if given["torch_compile"] and given["torch_compile_mode"] is None:
         given["torch_compile_mode"] = "default"  # as Accelerate takes it
     page_locked = capabilities_of(trainer.args.device.type).page_locked
@@ -363,6 +368,24 @@ def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
+def _switch_tf32_on(args: Any) -> bool:
+    """Whether making these arguments switched TF32 on for the whole process: where they ask for it, and unasked where they compile."""
+    unasked = args.tf32 is None and args.torch_compile and not args.fp16
+    return bool(args.tf32) or (unasked and is_torch_tf32_available())
+
+
+@contextmanager
+def _without_tf32_of(args: Any) -> Iterator[None]:
+    """A context in which matrix products of the process are as before these arguments were made."""
+    before = read_settings()
+    if _switch_tf32_on(args):
+        torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        apply_settings(before)
+
+
 def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
     """A copy of `args` with the answer under all the names that it has there, and no other change."""
     changed = dict(said)
@@ -370,10 +393,10 @@ def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
         newer = name.replace("gradient_checkpointing", "activation_checkpointing")
         if newer != name and hasattr(args, newer):
             changed[newer] = value
-    told = {"tf32": args.tf32, "torch_compile": args.torch_compile, **said}
-    changed |= without_tf32(told)
-    if args.tf32 and told["tf32"] is None:  # making `args` switched TF32 on for the whole process
-        changed["tf32"] = False
+    is_on = _switch_tf32_on(args)
+    wanted = bool(said["tf32"]) if "tf32" in said else is_on
+    told = {"torch_compile": args.torch_compile, "fp16": args.fp16, **said}
+    changed |= said_of_tf32(told, wanted=wanted, is_on=is_on)
     if changed.get("torch_compile") is False:
         changed |= {"torch_compile_backend": None, "torch_compile_mode": None}
     if capabilities_of(args.device.type).own_processors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 from autotune import prepare
 from autotune.errors import ConfigError, TaskError
 from autotune.probe.inspection import inspect_task
+from autotune.runners.jobs import Job
 from autotune.task import Task
 from autotune.task.loading import load_source
+from autotune.task.process_settings import apply_settings, read_settings
 from autotune.task.source import TaskSource
-from tests.integrations.answers import LAUNCHED, known, run_as_printed, shown
+from tests.integrations.answers import LAUNCHED, Known, known, run_as_printed, shown
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -351,6 +354,58 @@ def test_an_answer_that_compiles_without_tf32_says_so_since_a_trainer_that_compi
     assert integration._with_answer(args, {**compiled, "tf32": None}).tf32 is False
     assert integration._with_answer(args, {"tf32": None}).tf32 is None
     assert integration._with_answer(args, compiled).tf32 is False  # products stay as they were
+
+
+@pytest.fixture
+def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU that has TF32, as far as transformers asks."""
+    for module in (transformers.training_args, integration):
+        monkeypatch.setattr(module, "is_torch_tf32_available", lambda: True)
+    before = read_settings()
+    yield
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
+        torch.backends.fp32_precision = "none"
+    apply_settings(before)
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize(
+    ("args", "today"),
+    [({"torch_compile": True}, "tf32"), ({"torch_compile": True, "tf32": False}, "highest"), ({}, "highest")],
+)
+def test_tf32_that_compiling_switches_on_unasked_is_the_baselines(
+    args: dict[str, Any], today: str, tmp_path: Path
+) -> None:
+    task = integration.task_of(trainer_of(tmp_path, args=args))
+    assert task.baseline is not None and task.baseline["matmul_precision"] == today
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("args", [{"torch_compile": True}, {"tf32": True}])
+def test_probes_begin_without_the_tf32_that_the_arguments_switched_on(args: dict[str, Any], tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+
+    class Watched(Known):
+        def result_of(self, job: Job[Any]) -> Any:
+            found.append(read_settings())  # as they travel with the task
+            return super().result_of(job)
+
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, **args}
+    runner = Watched(today={"matmul_precision": "tf32"})
+    trainer = trainer_of(tmp_path, args=asked)
+    before = read_settings()
+    integration.tune(trainer, **known(tmp_path) | {"runner": runner})
+    assert found[0]["float32_matmul_precision"] == "highest"
+    assert read_settings() == before, "the arguments that come back train in TF32, too"
+
+
+@pytest.mark.usefixtures("tf32")
+def test_an_answer_trains_in_tf32_as_it_was_measured_whatever_else_it_changes(tmp_path: Path) -> None:
+    args = arguments(tmp_path, torch_compile=True)  # which switches TF32 on
+    assert integration._with_answer(args, {}).tf32 is None
+    assert integration._with_answer(args, {"torch_compile": False}).tf32 is True
+    assert integration._with_answer(args, {"tf32": None}).tf32 is False
+    assert integration._with_answer(args, {"torch_compile": False, "tf32": None}).tf32 is False
 
 
 def test_an_answer_without_tf32_switches_off_what_the_users_arguments_switched_on(tmp_path: Path) -> None:
