@@ -42,6 +42,7 @@ from autotune.integrations.base import (
 from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
+from autotune.task.held import held_by
 from autotune.task.process_settings import apply_settings, read_settings
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TRANSFORMERS
@@ -160,7 +161,10 @@ class LiveTrainer:
     def task_identity(self) -> str:
         """What distinguishes this trainer from others in the same script."""
         optimizer = "" if self._has_optimizer else f"{self._args['optim']} {self._args['optim_args']}"
-        return f"{self._class.__qualname__} {optimizer}"
+        alike: Any = object.__new__(self._class)  # of which the attributes count where the class is the user's
+        vars(alike).update({name: value for name, value in self._own.items() if not name.startswith("_")})
+        losses = (self._given["compute_loss_func"], self._class.compute_loss, self._class.training_step)
+        return f"{self._class.__qualname__} {optimizer} {held_by(*losses, alike, *self._given.values())}"
 
     def training_step(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """The loss as the trainer's class computes it."""

@@ -210,8 +210,10 @@ def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None)
         whole_step="the task's own step takes the whole global batch at once" if setting.task.takes_whole_steps else "",
         coupling=coupling,
     )
-    kept = f"the accumulation steps are kept as they are: {fixed}" if fixed and not isinstance(given, str) else ""
-    return found, [*filter(None, (kept, found.warning))]
+    told = [found.warning]
+    if fixed and not isinstance(given, str):  # it was found out here
+        told = [f"the accumulation steps are kept as they are: {fixed}", found.warning if found.warning != fixed else ""]
+    return found, [*filter(None, told)]
 
 
 @dataclass(frozen=True)

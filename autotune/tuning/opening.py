@@ -459,8 +459,9 @@ def _tell(listener: Listener, begins_with: str, notes: Sequence[str], warnings: 
 
 def _warnings(inspection: Inspection, options: SearchOptions) -> list[str]:
     """What the inspection warns of. Where the user has other batches tried all the same, not why they should stay as they are."""
-    allowed = {inspection.support_of(name).reason for name in BATCH_KEYS if name in options.include}
-    return [text for text in inspection.facts.warnings if text not in allowed]
+    reasons = (inspection.support_of(name).reason for name in BATCH_KEYS if name in options.include)
+    allowed = tuple(filter(None, reasons))  # a warning may begin with what stays
+    return [text for text in inspection.facts.warnings if not text.endswith(allowed)]
 
 
 def _inspect(

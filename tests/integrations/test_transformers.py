@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -586,3 +587,52 @@ def test_another_optimizer_makes_another_task(tmp_path: Path, monkeypatch: pytes
         return TaskSource.of(integration.task_of(trainer_of(tmp_path, args={"optim": optim}))).script_digest()
 
     assert digest("sgd") == digest("sgd") != digest("adafactor")
+
+
+SCALE = 1
+
+
+def scaled_by(scale: int) -> Any:
+    return lambda outputs, labels, num_items_in_batch=None: scale * loss_of(outputs, labels, num_items_in_batch)
+
+
+def scaled(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, scale: int = 1) -> torch.Tensor:
+    return scale * loss_of(outputs, labels, num_items_in_batch)
+
+
+def scaled_globally(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return SCALE * loss_of(outputs, labels, num_items_in_batch)
+
+
+class Scaling(transformers.Trainer):  # type: ignore[misc, name-defined]
+    def __init__(self, *args: Any, scale: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = scale
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return self.scale * super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda scale: {"compute_loss_func": scaled_by(scale)},
+        lambda scale: {"compute_loss_func": functools.partial(scaled, scale=scale)},
+        lambda scale: {"compute_loss_func": scaled_globally},
+        lambda scale: {"cls": Scaling, "scale": scale},
+        lambda scale: {"data_collator": lambda samples: transformers.default_data_collator(samples * scale)},
+        lambda scale: {"train_dataset": sentences(16 * scale)},
+    ],
+    ids=["closure", "partial", "global", "attribute", "collator", "dataset"],
+)
+def test_other_values_that_a_trainer_holds_make_another_task(
+    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False)
+
+    def digest(scale: int) -> str:
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        return TaskSource.of(integration.task_of(trainer_of(tmp_path, **given(scale)))).script_digest()
+
+    assert digest(1) == digest(1) != digest(2)

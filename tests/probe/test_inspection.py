@@ -72,6 +72,16 @@ def test_a_task_may_find_out_at_inspection_why_its_accumulation_stays():
     assert asked == [(MixedConvolutions, 2)] * 2
 
 
+def test_why_the_accumulation_stays_is_told_once_where_the_batch_may_not_be_cut_either():
+    why = "it scales the gradients"
+    task = dataclasses.replace(
+        on_images(), global_batch=12, baseline={"batch_size": 3}, fixed_accumulation=lambda model, batch: why
+    )
+    found = inspect_task(task, device="cpu", memory_limit_bytes=None, not_compared="memory ran out")
+    assert found["batch"]["stays_whole"]
+    assert found["facts"]["warnings"] == (f"the accumulation steps are kept as they are: {why}",)
+
+
 def test_a_training_step_that_takes_derivatives_itself_is_searched():
     task = Task(
         build_model=lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)),
