@@ -25,11 +25,13 @@ from autotune.records.config import (
 from autotune.records.inspection import Inspection
 from autotune.techniques import Phase, Technique, Techniques
 from autotune.techniques.base import Expectation
-from autotune.techniques.frameworks import BATCH, FRAMEWORKS
+from autotune.techniques.frameworks import BATCH, FRAMEWORKS, why_unsaid
 from autotune.units import plural
 
 # techniques or `accumulation_steps`, each with the choice that replaces the baseline's
 Changes = frozenset[tuple[str, Choice]]
+EXCLUDED = "excluded"
+DECIDED = ", as asked for or because what is tuned decides it itself"
 CUT = (ACCUMULATION, 2)  # as a change it stands for more micro steps than the baseline takes, however many
 
 
@@ -250,8 +252,7 @@ class Space:
             choices[name] = tuple(
                 choice
                 for choice in among
-                if choice == self.baseline[name]
-                or any(technique.write(f, choice, among, optimizer=optimizer) is not None for f in frameworks)
+                if choice == self.baseline[name] or _is_said(technique, choice, among, frameworks, optimizer)
             )
         return replace(self, choices=choices)
 
@@ -390,8 +391,56 @@ def build_space(
         inspection, techniques, choices, supported, baseline, fixed, stays_whole=ACCUMULATION not in include
     )
     if frameworks:
-        space = space.said_in(frameworks, inspection.facts.optimizer)
+        before, space = space.choices, space.said_in(frameworks, inspection.facts.optimizer)
+        lost = [name for name in include if name in techniques and len(space.choices[name]) == 1 < len(before[name])]
+        notes += [
+            f"{name} has nothing to search here: {why_unsaid(frameworks)}; leave it out of include" for name in lost
+        ]
     return space, notes
+
+
+def not_searched(
+    inspection: Inspection,
+    space: Space,
+    *,
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+    frameworks: Sequence[str] = (),
+) -> dict[str, str]:
+    """Each key of a config that is not searched, and each whose choices named after `=` are not -> the reason.
+
+    Args:
+        include, exclude, frameworks: as in `build_space`, which made the space.
+    """
+    found = {
+        name: reason
+        for name, reason in inspection.unsupported.items()
+        if name not in space.fixed and (name not in include or len(space.choices.get(name, ())) == 1)
+    }
+    for name, technique in space.techniques.items():
+        support, own = inspection.support_of(name), space.baseline[name]
+        everything = _in_order(space.techniques, name, (*support.choices, *support.optional, own))
+        others = [choice for choice in everything if choice != own]
+        if not others or name in space.fixed or technique.phase is Phase.TASK:
+            continue
+        if name in exclude:
+            found[name] = EXCLUDED + (DECIDED if frameworks else "")
+        elif frameworks:
+            optimizer = inspection.facts.optimizer
+            unsaid = [c for c in others if not _is_said(technique, c, everything, frameworks, optimizer)]
+            if unsaid and {*support.optional} <= {*unsaid}:  # to include it would be no use
+                found.pop(name, None)
+            if unsaid:
+                named = name if unsaid == others else f"{name}={', '.join(map(str, unsaid))}"
+                found[named] = why_unsaid(frameworks)
+    return found
+
+
+def _is_said(
+    technique: Technique, choice: Choice, among: Sequence[Choice], frameworks: Sequence[str], optimizer: str
+) -> bool:
+    """Whether the arguments of one of the frameworks say a choice; the rest is as in `Technique.write`."""
+    return any(technique.write(each, choice, among, optimizer=optimizer) is not None for each in frameworks)
 
 
 def _space_of(

@@ -8,10 +8,11 @@ from autotune.errors import ConfigError
 from autotune.prediction.traces import plan_traces
 from autotune.records.config import World
 from autotune.records.inspection import BatchSupport, Support
-from autotune.space import SpaceExhausted, build_space
+from autotune.space import SpaceExhausted, build_space, not_searched
 from autotune.study.store import distributions_of
 from autotune.techniques import find_techniques
 from tests.closed_form import SIZES, inspection
+from tests.integrations.answers import FACTS
 
 techniques = find_techniques()
 
@@ -165,6 +166,48 @@ def test_what_is_left_out_is_told_with_the_way_to_include_it():
     assert {"accumulation_steps": "BatchNorm", "amp": "slow"}.items() <= found.unsupported.items()
     loops = build_space(found, find_techniques(), frameworks=("loop", "dataloader"))[1]
     assert [note for note in loops if "optional here: amp; --include" in note], "a loop cannot be told to accumulate"
+
+
+def test_what_is_not_searched_has_its_reason_whatever_it_is():
+    """By the device or the model, as optional, as excluded, and in an integration because the framework has no words for it."""
+    support = support_with(
+        amp=Support(choices=("off", "bf16"), optional=("fp16",), reason="slow"),
+        attention=Support(choices=("default", "math")),
+        compile=Support(
+            choices=("off",), optional=("default",), reason="compiling takes time; --include compile tries it"
+        ),
+        checkpoint_segments=Support(choices=(0, 1, 2)),
+    )
+    found = inspection(support=support, facts=FACTS)
+
+    def listed(frameworks=(), **options):
+        space, _ = build_space(found, find_techniques(), frameworks=frameworks, **options)
+        reasons = not_searched(found, space, frameworks=frameworks, **options)
+        return {name: why for name, why in reasons.items() if why != "not here"}
+
+    optional = {"amp": "slow", "compile": "compiling takes time; --include compile tries it"}
+    assert listed() == optional
+    assert listed(include=("compile",)) == {"amp": "slow"}
+    assert listed(exclude=("attention",)) == {**optional, "attention": "excluded"}
+    unsaid = "no argument of TrainingArguments says it"
+    assert listed(("transformers",)) == {**optional, "attention": unsaid, "checkpoint_segments=1": unsaid}
+    by_lightning = listed(("lightning", "dataloader"), exclude=("amp",), include=("compile",))
+    unsaid = "no argument of Lightning's Trainer or DataLoader says it"
+    assert by_lightning.pop("amp").startswith("excluded, as asked for or because what is tuned decides it")
+    assert by_lightning == dict.fromkeys(("attention", "compile", "checkpoint_segments", "optimizer_impl"), unsaid)
+    by_loop = listed(("loop", "dataloader"))
+    assert by_loop.pop("amp=fp16") == "no argument of DataLoader says it, and it takes another training loop"
+    assert by_loop == {"compile": optional["compile"]}, "the rest acts on the model and the optimizer themselves"
+
+
+def test_what_was_asked_for_and_no_argument_says_is_told():
+    found = inspection(support=support_with(attention=Support(choices=("default",), optional=("math",), reason="slow")))
+    options = {"include": ("attention",), "frameworks": ("lightning", "dataloader")}
+    _, notes = build_space(found, find_techniques(), **options)
+    assert (
+        "attention has nothing to search here: no argument of Lightning's Trainer or DataLoader says it; leave it out of include"
+        in notes
+    )
 
 
 def test_redundant_combinations_are_left_out():

@@ -212,7 +212,10 @@ def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None)
     )
     told = [found.warning]
     if fixed and not isinstance(given, str):  # it was found out here
-        told = [f"the accumulation steps are kept as they are: {fixed}", found.warning if found.warning != fixed else ""]
+        told = [
+            f"the accumulation steps are kept as they are: {fixed}",
+            found.warning if found.warning != fixed else "",
+        ]
     return found, [*filter(None, told)]
 
 

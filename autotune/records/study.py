@@ -153,7 +153,7 @@ class SearchFacts(Record):
         model: the model file, and the name of the Task in it; empty for a task built in Python.
         asked: the options that must be given again to run the answer.
         space: technique -> choices that are searched.
-        unsupported: technique -> why it, or a choice of it, is not searched.
+        unsupported: technique -> why it, or a choice of it, is not searched; `technique=choices` where these alone are not.
         baseline_config: empty where the search did not get that far.
         limited_beside: name of an earlier study of the same task with another memory limit; empty where there is none.
         ranked_beside: name of the user's own study, where this one trains something else; else empty.

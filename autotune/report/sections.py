@@ -105,14 +105,14 @@ def pairs(rows: Mapping[str, Cell]) -> Table:
     return table(("", ""), rows.items())
 
 
-def by_reason(reasons: Mapping[str, str]) -> Iterator[Paragraph]:
-    """Each reason once, after the names it holds for: the first few, and how many more there are."""
+def by_reason(reasons: Mapping[str, str], most: int = NUM_NAMED) -> Iterator[Paragraph]:
+    """Each reason once, after the names it holds for: at most so many, and how many more there are."""
     alike: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         alike.setdefault(reason, []).append(name)
     for reason, names in alike.items():
-        more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-        yield Paragraph((f"{', '.join(names[:NUM_NAMED])}{more}", Span(f"  {reason}", Tone.NOTE)))
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        yield Paragraph((f"{', '.join(names[:most])}{more}", Span(f"  {reason}", Tone.NOTE)))
 
 
 def warnings_section(warnings: Iterable[str]) -> Section:

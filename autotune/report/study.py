@@ -32,7 +32,8 @@ def study_sections(study: Study, *, model: str = "model.py") -> Iterator[Section
         yield _probes(study)
         yield from _failures(study)
     if unsupported := study.facts.unsupported:
-        yield Section("Not searched", tuple(by_reason(unsupported)), "does not apply here, or only if included")
+        shown = tuple(by_reason(unsupported, len(unsupported)))
+        yield Section("Not searched", shown, "does not apply here, or only if included")
     if study.result is not None and len(study.probes) <= study.result.cost.probes:
         front, baseline = study.result.front, study.result.baseline  # by the same estimate as the answer below
     else:

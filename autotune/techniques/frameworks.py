@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -27,6 +27,22 @@ TRANSFORMERS, LIGHTNING, ACCELERATE = "transformers", "lightning", "accelerate"
 DEEPSPEED, DATALOADER, LOOP, TORCH = "deepspeed", "dataloader", "loop", "torch"
 # `--frameworks` limits a search to what one of these can express
 FRAMEWORKS = (TRANSFORMERS, LIGHTNING, ACCELERATE, DEEPSPEED, DATALOADER, LOOP)
+
+
+_TAKERS = {
+    TRANSFORMERS: "TrainingArguments",
+    LIGHTNING: "Lightning's Trainer",
+    ACCELERATE: "Accelerator",
+    DEEPSPEED: "ds_config.json",
+    DATALOADER: "DataLoader",
+}
+
+
+def why_unsaid(frameworks: Sequence[str]) -> str:
+    """Why a choice is not searched that none of the frameworks has words for."""
+    takers = [_TAKERS[framework] for framework in frameworks if framework in _TAKERS]
+    told = [f"no argument of {' or '.join(takers)} says it"] if takers else []
+    return ", and ".join([*told, *(["it takes another training loop"] if LOOP in frameworks else [])])
 
 
 class At(StrEnum):

@@ -30,7 +30,7 @@ from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.runners.slots import SlotsRunner
-from autotune.space import Space, build_space, require_possible, trained_beside
+from autotune.space import Space, build_space, not_searched, require_possible, trained_beside
 from autotune.study.history import History
 from autotune.study.place import Place, lock_study, place_of, require_comparable
 from autotune.study.priors import PriorStore
@@ -186,7 +186,13 @@ class Kept:
             memory_limit_bytes=agreed.memory_limit_bytes,
             headroom=options.headroom,
             space={name: tuple(choices) for name, choices in space.choices.items()},
-            unsupported={n: why for n, why in inspection.unsupported.items() if n not in options.include},
+            unsupported=not_searched(
+                inspection,
+                space,
+                include=tuple(options.include),
+                exclude=tuple(options.exclude),
+                frameworks=options.frameworks,
+            ),
             baseline_config=space.baseline.as_dict(),
             limited_beside=self.place.beside,
             ranked_beside=self.own.study if self.place.trained else "",
