@@ -50,20 +50,21 @@ def export(result: Result, to: str, *, space: SearchedChoices | None = None, for
         force: also an answer that did not pass its comparison with plain fp32.
 
     Raises:
-        ConfigError: there is no exporter of that name, the answer is a command line, or did not pass its comparison.
+        ConfigError: there is no exporter of that name, it cannot say a command line, or the answer did not pass its comparison.
     """
     if result.doubt and not force:
         raise ConfigError(
             f"the answer of {result.study} was not shown to train as plain fp32 does: {result.doubt}; search again, or "
             "export it all the same with --force (in Python: force=True)"
         )
-    if result.command:
-        raise ConfigError(
-            f"the answer of {result.study} is a command line, whose script has words of its own, so it cannot be exported; "
-            f"run it: {result.command}"
-        )
     known = exporters()
     if to not in known:
         there = "; ".join(f"{name}: {exporter.summary}" for name, exporter in known.items())
         raise ConfigError(f"{to!r} is not a known exporter; expected one of {there}")
+    if result.command and not known[to].says_any_config:
+        others = ", ".join(name for name, exporter in known.items() if exporter.says_any_config)
+        raise ConfigError(
+            f"the answer of {result.study} is a command line, whose script has words of its own, so {to} cannot say it; export its config "
+            f"by --to {others}, or run it: {result.command}"
+        )
     return known[to].export(result, space=space or {})

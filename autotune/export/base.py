@@ -73,10 +73,13 @@ class Exporter(ABC):
     Attributes:
         name: the NAME of `--to NAME`.
         summary: one line for the help.
+        says_any_config: it prints the keys and choices of a config as they are, so that it also says the answer for a script's own
+            command line, whose choices have no other words.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    says_any_config: ClassVar[bool] = False
 
     @abstractmethod
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
@@ -196,7 +199,8 @@ def launching(result: Result) -> dict[str, str]:
     number = result.subject.num_processes
     if number == 1:
         return {}
-    return {"num_processes": f"{number}: start the script with `torchrun --nproc-per-node {number}`"}
+    how = f"run {result.command}" if result.command else f"start the script with `torchrun --nproc-per-node {number}`"
+    return {"num_processes": f"{number}: {how}"}
 
 
 def unknown_of_copies(result: Result) -> dict[str, str]:

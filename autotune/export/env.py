@@ -16,6 +16,7 @@ class Env(Exporter):
 
     name = "env"
     summary = "lines of NAME=value, for `set -a; source FILE`, Docker and make"
+    says_any_config = True
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """Every key of the config, those that are off included, the batch size for evaluation, and how many processes train."""

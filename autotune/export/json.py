@@ -13,6 +13,7 @@ class Json(Exporter):
 
     name = "json"
     summary = "the config dict as JSON, for `--config FILE`"
+    says_any_config = True
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """The config, a key a line."""

@@ -13,6 +13,7 @@ class Yaml(Exporter):
 
     name = "yaml"
     summary = "the config dict as YAML, for recipes of any kind"
+    says_any_config = True
 
     def export(self, result: Result, *, space: SearchedChoices) -> Export:
         """Every key of the config, those that are off included. JSON's scalars are YAML's, too."""

@@ -338,7 +338,7 @@ class Result(Record):
             force: export also where there is a `doubt`.
 
         Raises:
-            ConfigError: there is no exporter of that name, the answer is a command line, or there is a `doubt`.
+            ConfigError: there is no exporter of that name, it cannot say a command line, or there is a `doubt`.
         """
         return given("export")(self, to, force=force)
 

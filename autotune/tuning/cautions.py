@@ -13,10 +13,11 @@ from autotune.records.measured import Measured
 from autotune.records.outcome import THROTTLED, Kind, Outcome
 from autotune.study.history import History, find_excused
 from autotune.tuning import why
+from autotune.tuning.budget import MOST_GAIN, SETUP_SHARE
 from autotune.tuning.clearance import Finding
 from autotune.tuning.entrant import Standing, failure
 from autotune.tuning.state import Search
-from autotune.units import format_bytes, plural
+from autotune.units import format_bytes, format_seconds, plural
 
 FEW_ROUNDS = 2  # of the play-off
 CLEARLY_FASTER = 1.1  # times the answer's speed, by one process
@@ -230,9 +231,66 @@ def _never_ran(answer: Answer) -> Iterator[str]:
 
 def _asked_and_never_run(answer: Answer) -> list[str]:
     """What was asked for (all choices of a command, those of included techniques), may make a difference, and was never run."""
-    search = answer.search
+    search, in_vain = answer.search, dict(_included_in_vain(answer))
     asked = search.history.space.techniques.keys() if search.runner.command(answer.config) else search.options.include
-    return [f"{name}={choice}" for (name, choice), _ in search.untried().left(search.history) if name in asked]
+    left = (switch for switch, _ in search.untried().left(search.history))
+    return [f"{name}={choice}" for name, choice in left if name in asked and name not in in_vain]
+
+
+def _included_and_never_run(answer: Answer) -> Iterator[str]:
+    for name, reason in _included_in_vain(answer):
+        yield f"{name} was included, and no config with it was run: {reason}"
+
+
+def _included_in_vain(answer: Answer) -> Iterator[tuple[str, str]]:
+    """The techniques that the user included and of which no choice was run, with the reason."""
+    search, history = answer.search, answer.search.history
+    if search.interrupted():
+        return
+    space, left = history.space, {name for (name, _), _ in search.untried().left(history)}
+    for name in search.options.include:
+        others = {choice for choice in space.choices.get(name, ()) if choice != space.baseline[name]}
+        if not others or not others.isdisjoint(trial.config[name] for trial in history.trials):
+            continue
+        setup_s = min(history.setup_s(space.complete({**space.baseline, name: choice})) for choice in others)
+        if not setup_s and name not in left:
+            yield name, "none was expected to fit and to make a difference"
+        elif setup_s:
+            yield (
+                name,
+                f"it takes about {format_seconds(setup_s)} before its first step, {_why_not_set_up(history, setup_s)}",
+            )
+
+
+def _why_not_set_up(history: History, setup_s: float) -> str:
+    samples, best = history.objective.train_samples, history.best
+    if samples is not None and best is not None and best[1].measurement is not None:
+        train_s = samples / best[1].measurement.samples_per_s
+        if MOST_GAIN * train_s < setup_s:
+            return f"which a training of about {format_seconds(train_s)} is too short to win back"
+    return f"for which no time was left; a --budget of {format_seconds(setup_s / SETUP_SHARE)} or more has it"
+
+
+def _faster_once_compiled(answer: Answer) -> Iterator[str]:
+    """The fastest config that compiles, where it is faster than the answer and the training too short for it."""
+    history = answer.search.history
+    space, samples = history.space, history.objective.train_samples
+    ran = [outcome.measurement.samples_per_s for outcome in answer.outcomes if outcome.measurement]
+    feasible = {config: outcome.measurement for config, outcome in history.feasible.items() if outcome.measurement}
+    compiled = {config: found.samples_per_s for config, found in feasible.items() if space.setting_up(config)}
+    if samples is None or not ran or not compiled or space.setting_up(answer.config):
+        return
+    config = max(compiled, key=lambda each: compiled[each])
+    cold_s, saved_s = history.compile_cold_s(config), 1 / median(ran) - 1 / compiled[config]
+    if saved_s <= 0 or cold_s / saved_s < samples:
+        return
+    per_step = config.plan_in(space.world).samples_per_step
+    won = plural(round(cold_s / saved_s / per_step), "optimizer step")
+    yield (
+        f"{space.techniques.describe(config)} ran {compiled[config] / median(ran):.2f} times as fast as the answer, and takes "
+        f"{format_seconds(cold_s)} to compile at first: that is won back after about {won}, and the training has "
+        f"{round(samples / per_step):,}"
+    )
 
 
 def _overflows(answer: Answer) -> Iterator[str]:
@@ -298,6 +356,8 @@ RULES: tuple[Rule, ...] = (
     _compile_trouble,
     _raised_by_batch,
     _never_ran,
+    _included_and_never_run,
+    _faster_once_compiled,
     _overflows,
     _disturbed,
     _unequal_ranks,

@@ -19,12 +19,11 @@ from autotune.runners.jobs import CalibrateJob, InspectJob, JobFailed
 from autotune.runners.runner import ProbeFault, Runner
 from autotune.study.caches import CalibrationCache
 from autotune.tuning import why
+from autotune.tuning.budget import MOST_GAIN, SETUP_SHARE
 from autotune.tuning.recommend import NothingFeasible
 from autotune.units import format_bytes, format_seconds, plural
 
 LARGER_HOST = "build and load less in the model file, or use a host with more memory"
-SETUP_SHARE = 0.1  # of the budget: what one config may be expected to take before its first step
-MOST_GAIN = 0.25  # of a training's time: the most that a choice that compiles is assumed to save
 
 
 def calibrate_device(runner: Runner, device: DeviceInfo, folder: Path) -> tuple[Calibration, str]:

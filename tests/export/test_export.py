@@ -376,6 +376,20 @@ def test_the_command_line_exports_to_stdout_or_a_file(
     assert json.loads(printed) == RESULT.config
 
 
+def test_the_answer_for_a_command_is_exported_where_its_choices_need_no_other_words() -> None:
+    config = {"batch_size": 8, "accumulation_steps": 2, "amp": "bf16", "kernel": "own"}
+    result = but(RESULT, config=config, command="torchrun train.py --bs 8 --bf16", num_processes=2)
+    assert json.loads(export(result, "json").text) == config
+    assert export(result, "yaml").text.splitlines()[-1] == 'kernel: "own"'
+    assert "AUTOTUNE_KERNEL=own" in export(result, "env").text
+    assert export(result, "json").unsaid["num_processes"] == "2: run torchrun train.py --bs 8 --bf16"
+    for name in ("accelerate", "deepspeed", "lightning", "torch", "transformers"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} cannot say it; .* --to env, json, yaml, or run it: torchrun train\.py --bs 8"
+        ):
+            export(result, name)
+
+
 def test_a_study_without_an_answer_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     unanswered = write_study(tmp_path / "gpt.db", with_probes=False, with_result=False)
     assert main(["export", str(unanswered), "--to", "json"]) == 2

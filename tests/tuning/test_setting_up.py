@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ import pytest
 
 from autotune.records.config import Config, ProbeSettings
 from autotune.records.inspection import Inspection, Support
+from autotune.records.options import SearchOptions
 from autotune.records.outcome import Outcome
 from autotune.records.result import Result
 from autotune.report.answer import answer_sections
 from autotune.report.terminal import as_text
-from autotune.runners.jobs import NotCompared
+from autotune.runners.jobs import InspectJob, Job, NotCompared
 from autotune.techniques import find_techniques
 from autotune.tuning.inspecting import drop_slow_setups
-from autotune.tuning.search import answer
+from autotune.tuning.search import answer, search
 from tests.closed_form import SUPPORT, ClosedFormRunner, inspection, make_search
 
 COLD_S = 40.0
@@ -132,6 +134,44 @@ def test_the_gain_of_a_short_training_is_told_of_its_whole_time(tmp_path: Path) 
 def test_a_budget_is_not_lost_to_compiling(tmp_path: Path) -> None:
     _, runner = searched(tmp_path, budget_s=40.0)
     assert sum(config["compile"] == "default" for config in runner.configs) == 0
+
+
+class Long(Compiling):
+    """As `Compiling`, asked what it supports."""
+
+    def result_of(self, job: Job[Any]) -> Any:
+        return found() if isinstance(job, InspectJob) else super().result_of(job)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "for which no time was left; a --budget of 6m40s or more has it"),
+        ({"train_steps": 50}, "which a training of about .* s is too short to win back"),
+    ],
+    ids=["short budget", "short training"],
+)
+def test_what_was_included_and_never_run_is_told_with_the_reason(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    asked = SearchOptions(storage=str(tmp_path / "closed.db"), include=("compile",), budget_s=40.0, **options)
+    result = search(None, asked, runner=(runner := Long(noise=0.002)))
+    assert not [config for config in runner.configs if config["compile"] != "off"]
+    (text,) = [text for text in result.warnings if "compile" in text]
+    before = "compile was included, and no config with it was run: it takes about 40 s before its first step, "
+    assert re.fullmatch(before + reason, text)
+
+
+def test_what_is_faster_once_compiled_and_does_not_pay_in_the_training_is_told(tmp_path: Path) -> None:
+    asked = SearchOptions(
+        storage=str(tmp_path / "closed.db"), include=("compile",), budget_s=400.0, train_steps=50, sampler="cost-model"
+    )
+    result = search(None, asked, runner=(runner := Long(noise=0.002)))
+    assert result.config["compile"] == "off"
+    assert [config for config in runner.configs if config["compile"] == "default"]
+    (text,) = [text for text in result.warnings if "compile" in text]
+    steps = r"takes 40 s to compile at first: that is won back after about .* optimizer steps, and the training has 50"
+    assert re.fullmatch(rf".*compiled.* ran 1\.\d\d times as fast as the answer, and {steps}", text)
 
 
 def test_what_compiles_comes_after_what_promises_as_much_for_less_time(answered: tuple[Result, Compiling]) -> None:
