@@ -236,6 +236,7 @@ class AutotuneCallback:
         """Search and put the answer in, before anything of the trainer depends on it."""
         if stage != "fit":
             return
+        self.result = None  # that of an earlier fit says nothing of this one
         if not trainer.fit_loop._data_source.is_module():
             raise TaskError(
                 "AutotuneCallback cannot change a loader that was given to fit(); give a datamodule, or give the loader "

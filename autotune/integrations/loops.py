@@ -112,12 +112,8 @@ def tune(
     own_step: dict[str, Any] = {} if training_step is None else {"training_step": training_step}
     task = task_of(model, loader, None if own_step else loss, optimizer, baseline=today, **own_step)
     # the loop keeps its loader, so what a session's does not have is no matter
-    task = replace(
-        task,
-        fixed_accumulation=_STAYS,
-        warnings=(*data_of(loader)["warnings"], *told),
-        made_by=_call(loss, training_step, today),
-    )
+    told = (*data_of(loader)["warnings"], *told)
+    task = replace(task, fixed_accumulation=_STAYS, warnings=told, made_by=_call(loss, training_step, today))
     _require_fresh(model, optimizer)
     techniques = find_techniques()
     own = {

@@ -18,6 +18,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 from transformers import Trainer, TrainerCallback
@@ -247,13 +248,13 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, *, listeners: Sequence[Listener] | None = None, **options: Any) -> None:
         self._listeners, self._options = listeners, options
-        self._is_taken_over = False
+        self._taken_over = WeakSet[Trainer]()  # one callback may be given to several
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the trainer's `train` over, once: by `on_train_begin` its loader and its optimizer are there already."""
-        trainer = _being_made()
+        trainer = _calling_trainer()
         trainer.train = partial(self._train, trainer)
-        self._is_taken_over = True
+        self._taken_over.add(trainer)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to be of no use: a callback that is added to a trainer is not called before training begins.
@@ -261,7 +262,7 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             ConfigError: it was added by `add_callback`.
         """
-        if not self._is_taken_over:
+        if _calling_trainer() not in self._taken_over:
             raise ConfigError(
                 "AutotuneCallback was added to a Trainer that was made already, so it could not tune it before training began; give it as "
                 "Trainer(..., callbacks=[AutotuneCallback()])"
@@ -276,8 +277,8 @@ class AutotuneCallback(TrainerCallback):  # type: ignore[misc]
         return trainer.train(*given, **named)
 
 
-def _being_made() -> Any:
-    """The trainer that is being made: its `__init__` calls its callbacks, and does not hand itself to them."""
+def _calling_trainer() -> Any:
+    """The trainer that calls its callbacks, to which it does not hand itself."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if isinstance(trainer := frame.f_locals.get("self"), Trainer):

@@ -445,8 +445,10 @@ def test_what_cannot_be_tuned_is_refused_with_the_next_step(tmp_path: Path) -> N
     callback = integration.AutotuneCallback("size", **known(tmp_path))
     with pytest.raises(TaskError, match="attribute size; make the loader from one, or name it"):
         trainer_of(tmp_path, callbacks=[callback]).fit(Module(), Data())
+    callback.result = integration.tune(Module(), Data(), trainer_of(tmp_path), **known(tmp_path)).result
     with pytest.raises(TaskError, match=r"given to fit\(\); give a datamodule"):
         trainer_of(tmp_path, callbacks=[callback]).fit(Module(), DataLoader(dataset(), batch_size=FEATURES))
+    assert callback.result is None, "an earlier fit's says nothing of this one"
 
 
 def test_other_hyperparameters_make_another_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

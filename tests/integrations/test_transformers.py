@@ -523,6 +523,25 @@ def test_a_callback_that_is_added_to_a_trainer_that_is_there_is_refused_before_a
     assert trainer.state.global_step == 0
 
 
+def test_a_callback_of_one_trainer_that_is_added_to_another_is_refused_there(tmp_path: Path) -> None:
+    callback = integration.AutotuneCallback(**known(tmp_path))
+    trainer_of(tmp_path, callbacks=[callback])
+    other = trainer_of(tmp_path)
+    other.add_callback(callback)
+    with pytest.raises(ConfigError, match="added to a Trainer that was made already"):
+        other.train()
+    assert other.state.global_step == 0
+
+
+def test_one_callback_tunes_each_trainer_that_it_is_given_to(tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24}
+    callback = integration.AutotuneCallback(**known(tmp_path))
+    trainers = [trainer_of(tmp_path, args=asked, callbacks=[callback], train_dataset=sentences(96)) for _ in range(2)]
+    for trainer in trainers:
+        trainer.train()
+        assert trainer.args.per_device_train_batch_size != 4 and trainer.state.global_step == 1
+
+
 def test_a_step_with_two_backward_passes_is_refused_with_the_reason(tmp_path: Path) -> None:
     session = prepare(in_a_probe(trainer_of(tmp_path, Twice), tmp_path), {}, device="cpu")
     with pytest.raises(TaskError, match=r"Twice calls backward 2 times; expected once.*compute_loss"):
