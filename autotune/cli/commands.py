@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import multiprocessing
 import os
 import sys
@@ -30,6 +29,7 @@ from autotune.records.result import Result, file_and_attribute
 
 if TYPE_CHECKING:
     from autotune.records.scaling import Scaling
+    from autotune.report.verification import Verification
     from autotune.study.reading import Study
     from autotune.tuning.events import Listener
 
@@ -146,8 +146,7 @@ def probe(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """`autotune verify`: a long run of one config, or of a study's answer, which has to be as fast as it was."""
     from autotune import api
-    from autotune.records.measured import NORMAL_95
-    from autotune.report.figures import interval, rate, times
+    from autotune.report.verification import Verification
     from autotune.study.reading import load_study
 
     if options.against is None:
@@ -163,8 +162,6 @@ def verify(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"the answer of {options.against} is a command line, whose script MODEL is not; run it: {answer.command}"
         )
-    slower = MAX_REGRESSION if options.max_regression is None else options.max_regression
-    least = answer.samples_per_s * (1 - slower)
     outcome, seen, elsewhere = api.verify_answer(
         options.model,
         study,
@@ -172,34 +169,18 @@ def verify(options: argparse.Namespace) -> int:
         on_progress=_tell,
         **read_options(options, VerifyOptions, answer.goal.asked),
     )
-    found = outcome.measurement
-    holds = found is not None and found.samples_per_s_high >= least
-    again = {"recheck": seen.to_dict()} if seen is not None else {}
-    code = _show_outcome(outcome, answer.config, options, expected_samples_per_s=least, holds=holds, **again)
+    verified = Verification(
+        study=study.name,
+        answer=answer,
+        outcome=outcome,
+        seen=seen,
+        elsewhere=elsewhere,
+        slower=MAX_REGRESSION if options.max_regression is None else options.max_regression,
+    )
+    code = _show_outcome(outcome, answer.config, options, verified)
     if options.study is None and study.others:
         _warn(f"this was the answer of the study {study.name}; --study names another one")
-    if answer.speedup is None:
-        _warn("the baseline did not run in that search, so there is no gain to see again")
-    if seen is not None:
-        low, high = (seen.speedup * math.exp(z * seen.speedup_std) for z in (-NORMAL_95, NORMAL_95))
-        _warn(
-            f"in turns with the baseline, at {rate(seen.samples_per_s / seen.speedup)} samples/s, the answer ran at "
-            f"{rate(seen.samples_per_s)}: {times(seen.speedup)} as fast ({interval(low, high)} in 95 %); the study told "
-            f"{times(seen.told_speedup)}"
-        )
-    if holds or found is None:
-        return code
-    if elsewhere:
-        failed, advice = "was not reached on another device than the study's", "verify it there, or search here"
-    elif found.disturbances:
-        failed, advice = "was not reached while other work disturbed it", "verify it on a quiet machine"
-    else:
-        failed, advice = "no longer holds", "search again"
-    _warn(
-        f"the answer of {options.against} {failed}: at most {rate(found.samples_per_s_high)} samples/s, "
-        f"expected at least {rate(least)} ({rate(answer.samples_per_s)} less {slower:.0%}); {advice}"
-    )
-    return NOTHING_FEASIBLE
+    return code if verified.holds or not outcome.ok else NOTHING_FEASIBLE
 
 
 def _answer(study: Study) -> Result:
@@ -218,12 +199,18 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _show_outcome(outcome: Outcome, config: dict[str, Any], options: argparse.Namespace, **expected: Any) -> int:
+def _show_outcome(
+    outcome: Outcome, config: dict[str, Any], options: argparse.Namespace, verified: Verification | None = None
+) -> int:
     from autotune.report.study import outcome_sections
     from autotune.techniques import find_techniques
 
-    sections = outcome_sections(outcome, config, find_techniques())
-    _show(options, {"config": config, **outcome.to_dict(), **expected}, sections)
+    sections = [*outcome_sections(outcome, config, find_techniques())]
+    data = {"config": config, **outcome.to_dict()}
+    if verified is not None:
+        data |= verified.to_dict()
+        sections += verified.sections()
+    _show(options, data, sections)
     if outcome.kind in (Kind.ERROR, Kind.UNSUPPORTED):
         return USAGE
     return ANSWERED if outcome.ok else NOTHING_FEASIBLE
