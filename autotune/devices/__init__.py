@@ -15,7 +15,7 @@ from autotune.devices.instruments import ask_torch, is_there_a_sign_of_a_gpu
 from autotune.errors import DeviceError
 from autotune.lazy import torch_if_imported
 from autotune.records.device import DeviceInfo
-from autotune.records.options import ONE_DEVICE
+from autotune.records.options import ONE_DEVICE, machines_in
 
 __all__ = [
     "HIDDEN",
@@ -86,6 +86,11 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
     """
     if devices == ONE_DEVICE:
         return (device,)
+    if machines_in(devices):
+        raise DeviceError(
+            f"--devices {devices} are those of several machines, and this is one; expected a number, all, cuda:0,1 or cpu:2. A search "
+            f"takes {devices} with --runner ray"
+        )
     named = re.fullmatch(r"(?:(cpu|cuda):(?=\d)|(?=\d+\Z))(\d+(?:,\d+)*)|all", devices)
     if named is None:
         raise DeviceError(f"--devices {devices} names no devices; expected a number, all, cuda:0,1 or cpu:2")

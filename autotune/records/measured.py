@@ -25,6 +25,8 @@ class Measured:
 
     Attributes:
         joules_per_sample: energy of all devices that train together, with its 95 % interval; None where it is not known.
+        by_probe: whether it played, and its speed is that of its probe in the search all the same: other work disturbed each of its
+            processes in the play-off.
     """
 
     config: dict[str, Choice]
@@ -35,6 +37,7 @@ class Measured:
     num_processes: int  # fresh processes behind the figures
     joules_per_sample: float | None = None
     joules_per_sample_ci: tuple[float, float] | None = None
+    by_probe: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -314,6 +315,12 @@ def words(asked: Mapping[str, str | int]) -> list[str]:
     """The result of `RunOptions.asked` as words of a command line."""
     kind_of = {option.name: option for _, option in _table(RunOptions)}
     return [word for name, value in asked.items() for word in (kind_of[name].flag, kind_of[name].kind.write(value))]
+
+
+def machines_in(devices: str) -> tuple[int, int] | None:
+    """Of `2x4`, as a runner on several machines takes `devices`: the machines, and the devices of each. None for one machine's."""
+    named = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", devices)
+    return None if named is None else (int(named[1]), int(named[2]))
 
 
 def takes(options: type[RunOptions]) -> Callable[[F], F]:

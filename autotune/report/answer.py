@@ -15,7 +15,7 @@ from autotune.records.check import Check
 from autotune.records.config import Choice
 from autotune.records.measured import Dropped, Evaluation, Measured
 from autotune.records.objective import OBJECTIVES
-from autotune.records.options import words
+from autotune.records.options import machines_in, words
 from autotune.records.result import Compiling, Cost, DeviceUse, Effect, Reasons, Result
 from autotune.report.figures import (
     ENERGY,
@@ -24,11 +24,11 @@ from autotune.report.figures import (
     THROUGHPUT,
     TRAINING,
     Said,
+    bound,
     counts,
     gain_in_table,
     interval,
     is_known,
-    is_wide,
     limit_words,
     measured_joules,
     measured_rate,
@@ -52,6 +52,7 @@ SLOWER = 0.995  # a change with a smaller ratio of speeds is shown below 1.00x
 AS_A_WHOLE = (
     "The answer was chosen as a whole: a change below 1x in these pairs may gain beside the others, or save memory."
 )
+OF_PROBE = "the speed is its probe's, in the search: other work disturbed each run here"
 ROLES = {"answer": Tone.BEST, "best so far": Tone.BEST, "baseline": Tone.BASELINE, "dropped": Tone.WARNING}
 
 
@@ -74,7 +75,7 @@ def answer_sections(
     yield Section("Answer", tuple(verdict)) if in_study else Section(result.study, tuple(verdict), about)
     title = "Best so far, not recommended" if result.doubt else "Recommended config"
     yield Section(title, (as_code(result.config, techniques, "config = "),), "everything not named is off")
-    yield _play_off(result, techniques)
+    yield from _play_off(result, techniques)
     if result.one_device is not None:
         yield one_device_section(result, result.one_device, _answer(result), techniques)
     yield from _compiling(result.compiling, result.goal.train_samples)
@@ -99,6 +100,9 @@ def answer_sections(
         yield Section("In the framework's own words", (Code("", tail=command),))
     if command := verify_command(result.config, techniques, model, goal.asked):
         yield Section("", (Code("", tail=command),))
+    elif machines_in(str(goal.asked.get("devices", ""))):
+        why = "`autotune verify` runs on one machine, so no command tries an answer for several."
+        yield Section("", (Paragraph(Span(why, Tone.NOTE)),))
 
 
 def in_short(result: Result) -> str:
@@ -146,13 +150,18 @@ def python_lines(
     """
     task = json.dumps(model, ensure_ascii=False) if model else "task"
     given = dict(asked)
+    started = [f"# torchrun --nproc-per-node {num_processes} train.py, where this is train.py:"]
+    if machines := machines_in(str(given.get("devices", ""))):
+        started = [
+            f"# on each of {machines[0]} machines, of which FIRST is one, where this is train.py:",
+            f"# torchrun --nnodes {machines[0]} --nproc-per-node {machines[1]} --rdzv-backend c10d --rdzv-endpoint FIRST train.py",
+        ]
     if str(given.get("devices", "")).startswith("cpu:"):
         given["device"] = "cpu"
     options = [f"{name}={json.dumps(given[name])}" for name in ("device", "global_batch") if name in given]
     call = Code("session = autotune.prepare(", (task, "config", *options), ")")
-    started = (Code(f"# torchrun --nproc-per-node {num_processes} train.py, where this is train.py:"),)
     return (
-        *(started if num_processes > 1 else ()),
+        *(map(Code, started) if num_processes > 1 else ()),
         *_task_lines(model, made_by),
         call,
         Code("for batch in session.loader:"),
@@ -192,7 +201,7 @@ def verify_command(
     config: Mapping[str, Choice], techniques: Techniques, model: str, asked: Mapping[str, str | int]
 ) -> str:
     """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, and for several machines."""
-    if not model or "x" in str(asked.get("devices", "")):  # 2x4
+    if not model or machines_in(str(asked.get("devices", ""))):
         return ""
     command = ["autotune", "verify", model, "--config", as_json(config, techniques), "--steps", str(VERIFY_STEPS)]
     return shlex.join([*command, *words(asked)])
@@ -291,8 +300,8 @@ def _rival(result: Result, techniques: Techniques) -> str:
         found = f"{times(ratio)} its {of}, from one round, so its interval is unknown"
     elif spread(ratio, low, high) == NOISY:
         found = "too noisy to tell"
-    elif is_wide(low, high):
-        found = f"at least {times(low)} its {of}" if of == ENERGY else f"at most {times(high)} its {of}"
+    elif end := bound(low, high):
+        found = f"{end} its {of}"
     else:
         found = f"{times(ratio)} its {of}, 95% interval {interval(low, high)}"
     if OBJECTIVES[result.goal.objective].memory_weight and result.baseline is not None:
@@ -300,17 +309,42 @@ def _rival(result: Result, techniques: Techniques) -> str:
     return f" The best of the others, {techniques.describe(rival.config)}: {found}."
 
 
-def _play_off(result: Result, techniques: Techniques) -> Section:
-    """The answer beside the baseline and the other finalists, also those that the play-off dropped."""
-    base = result.baseline
-    others = [m for m in result.play_off.finalists if m.config not in (result.config, base and base.config)]
+def _play_off(result: Result, techniques: Techniques) -> Iterator[Section]:
+    """The answer beside the baseline and the other finalists, also those that the play-off dropped.
+
+    Where the play-off came to no answer, those who played stand apart: the answer and the baseline are told by their probes in the search,
+    as far as nothing disturbed those.
+    """
+    base, confirmed = result.baseline, result.play_off.confirmed
+    answer = (role_of(result), _answer(result))
+    baseline = [("baseline", base)] if base and base.config != result.config else []
+    known = (result.config, base and base.config) if confirmed else ()
+    others = [measured for measured in result.play_off.finalists if measured.config not in known]
     ran = sorted((m for m in others if not isinstance(m, Dropped)), key=lambda m: -m.samples_per_s)
-    shown = [
-        (role_of(result), _answer(result)),
-        *((f"{place}.", other) for place, other in enumerate(ran, start=2)),
+    played = [
+        *((f"{place}.", other) for place, other in enumerate(ran, start=2 if confirmed else 1)),
         *(("dropped", other) for other in others if isinstance(other, Dropped)),
-        *([("baseline", base)] if base and base.config != result.config else []),
     ]
+    limit_bytes = result.goal.memory_limit_bytes
+    share = result.peak_bytes / limit_bytes if limit_bytes else 0.0
+    allowed = format_bytes(limit_bytes * (1 - result.goal.headroom))
+    whose = "Its" if result.doubt else "The answer's"
+    said = [_later(result)] if result.play_off.later_std and result.speedup_ci else []
+    said += [f"{whose} peak is {share:.0%} of the limit; up to {allowed} was allowed.", *_energy_and_money(result)]
+    notes = [Paragraph(Span(text, Tone.NOTE)) for text in said]
+    rounds = "fresh processes in turn; 95% intervals"
+    if confirmed:
+        yield Section("Play-off", (*_compared([answer, *played, *baseline], techniques), *notes), rounds)
+        return
+    yield Section(
+        "Measured", (*_compared([answer, *baseline], techniques), *notes), "not confirmed by a play-off; 95% intervals"
+    )
+    if played:
+        yield Section("Play-off without an answer", _compared(played, techniques), rounds)
+
+
+def _compared(shown: Sequence[tuple[str, Measured]], techniques: Techniques) -> tuple[Block, ...]:
+    """A row for each of some configs, with its role; what is said of a row stands behind its config."""
     has_energy = any(measured.joules_per_sample is not None for _, measured in shown)
 
     def figures(found: Measured) -> tuple[str, ...]:
@@ -329,24 +363,16 @@ def _play_off(result: Result, techniques: Techniques) -> Section:
             str(measured.num_processes),
             (
                 techniques.describe(measured.config),
+                Span(f"  {OF_PROBE}" if measured.by_probe else "", Tone.NOTE),
                 Span(f"  {measured.dropped}" if isinstance(measured, Dropped) else "", Tone.WARNING),
             ),
         )
         for role, measured in shown
     ]
-    limit_bytes, confirmed = result.goal.memory_limit_bytes, result.play_off.confirmed
-    share = result.peak_bytes / limit_bytes if limit_bytes else 0.0
-    allowed = format_bytes(limit_bytes * (1 - result.goal.headroom))
-    whose = "Its" if result.doubt else "The answer's"
-    peak = Span(f"{whose} peak is {share:.0%} of the limit; up to {allowed} was allowed.", Tone.NOTE)
     titles = ("", ">samples/s", ">step", ">peak", *([">J/sample"] if has_energy else []), ">runs", "config")
-    compared = table(titles, rows)
     noisy = any(measured_rate(measured).endswith(NOISY) for _, measured in shown if measured.num_processes)
     wide = [Paragraph(Span(f"{NOISY}: the interval is wider than ±{NOISY_SPREAD:.0%}.", Tone.NOTE))] if noisy else []
-    later = [Paragraph(Span(_later(result), Tone.NOTE))] if result.play_off.later_std and result.speedup_ci else []
-    note = "fresh processes in turn; 95% intervals" if confirmed else "95% intervals"
-    more = [Paragraph(Span(text, Tone.NOTE)) for text in _energy_and_money(result)]
-    return Section("Play-off" if confirmed else "Measured", (compared, *wide, *later, Paragraph(peak), *more), note)
+    return table(titles, rows), *wide
 
 
 def _later(result: Result) -> str:
@@ -408,13 +434,14 @@ def _rankings(result: Result, techniques: Techniques) -> Section:
             size = ranking.evaluation and ranking.evaluation.eval_batch_size
             figures.append("-" if size is None else str(size))
         rows.append((*sizes, *figures, (f"{trained}{f': {techniques.describe(rest)}' if rest else ''}", told)))
-    measured = (">samples/s", ">peak", ">gain", *([">eval batch"] if evaluates else []))
+    measured = (">samples/s", ">peak", "gain", *([">eval batch"] if evaluates else []))
     shown = table((">params", ">trained", *measured, "what is trained: its best config"), rows)
     said = (
         "These train different things, and their accuracy was not compared: none is the winner. Each gain is over the "
         "baseline of the same training. The answer above is the first."
     )
-    return Section("Rankings", (shown, Paragraph(Span(said, Tone.NOTE))), "one for each thing that may be trained")
+    note = "one for each thing that may be trained; 95% intervals"
+    return Section("Rankings", (shown, Paragraph(Span(said, Tone.NOTE))), note)
 
 
 def _evaluation(evaluation: Evaluation) -> Section:
@@ -446,8 +473,9 @@ def _evaluation(evaluation: Evaluation) -> Section:
 
 
 def _answer(result: Result) -> Measured:
-    """The answer as a `Measured`. Step time and number of processes come from another record of the same config, where there is one."""
-    records: Sequence[Measured | None] = (result.baseline, *result.play_off.finalists, *result.front)
+    """The answer as a `Measured`. What a result does not tell of it comes from another record of the same processes, where there is one."""
+    played = result.play_off.finalists if result.play_off.confirmed else ()
+    records: Sequence[Measured | None] = (result.baseline, *played)
     known = next((record for record in records if record is not None and record.config == result.config), None)
     samples_per_process = int(result.config["batch_size"]) * int(result.config["accumulation_steps"])
     return Measured(
@@ -459,6 +487,7 @@ def _answer(result: Result) -> Measured:
         num_processes=known.num_processes if known else 1,
         joules_per_sample=result.energy.joules_per_sample,
         joules_per_sample_ci=result.energy.joules_per_sample_ci,
+        by_probe=known is not None and known.by_probe,
     )
 
 
@@ -502,11 +531,12 @@ def _change(effect: Effect, techniques: Techniques) -> str:
 
 def _speed(effect: Effect) -> Span:
     """A ratio with its interval; in colour where the interval is all on one side."""
-    if effect.speed_ratio is None or effect.speed_ratio_ci is None:
+    if effect.speed_ratio is None or effect.speed_ratio_ci is None or not is_known(*effect.speed_ratio_ci):
         return _ratio(effect.speed_ratio, more_is_better=True)
     low, high = effect.speed_ratio_ci
     tone = Tone.GOOD if low > 1 else Tone.WARNING if high < 1 else Tone.PLAIN
-    return Span(f"{times(effect.speed_ratio)} {spread(effect.speed_ratio, low, high)}".rstrip(), tone)
+    sure = NOISY if spread(effect.speed_ratio, low, high) == NOISY else f"({interval(low, high)})"
+    return Span(f"{times(effect.speed_ratio)} {sure}", tone)
 
 
 def _doubt(effect: Effect) -> str:

@@ -2,8 +2,8 @@
 
 Every view takes them from here, so that all views say the same.
 
-A gain is given as a figure only where several rounds agree on it, or where one pair of processes showed it. Of an interval wider
-than a factor of two only the end that counts is told.
+A gain is given as a figure only where several rounds agree on it, or where one pair of processes showed it. The interval of a ratio is
+told by its ends; of one wider than a factor of two, on one side of 1, only by the end that counts.
 """
 
 from __future__ import annotations
@@ -162,9 +162,8 @@ def said_of(result: Result) -> Said:
             sure = "too noisy to tell more"
         elif is_wide(*ends) and not result.play_off.confirmed and ends[0] <= 1 <= ends[1]:
             sure = ""  # without a play-off its chance is told, which rests on more than these ends
-        elif is_wide(*ends):  # where it may be a gain or a loss, a bound alone would hide the figure that was seen
-            is_open = single or ends[0] <= 1 <= ends[1]
-            gain, sure = (gain, bound(*ends)) if is_open else (bound(*ends), "95% sure")
+        elif end := bound(*ends):
+            gain, sure = (gain, end) if single else (end, "95% sure")
     elif ends is not None:
         sure = "from one round, so its interval is unknown"
     if objective.observed and (not objective.is_thrift or result.energy.energy_ratio is None):
@@ -188,18 +187,22 @@ def tells_nothing(low: float, high: float) -> bool:
 
 
 def bound(low: float, high: float) -> str:
-    """The end that counts of a wide interval: `at least 1.31x`, or `at most 0.52x` where all of it is a loss."""
-    return f"at most {times(high)}" if high < 1 else f"at least {times(low)}"
+    """The end that counts of a wide interval: `at least 1.31x`, or `at most 0.52x` where all of it is a loss.
+
+    Empty for one that is not wide, and for one that two digits cannot tell from one around 1: both of its ends count.
+    """
+    if not is_wide(low, high):
+        return ""
+    if low > 1 and times(low) != times(1):
+        return f"at least {times(low)}"
+    return f"at most {times(high)}" if high < 1 and times(high) != times(1) else ""
 
 
-def gain_in_table(
-    found: Result | Ranking, energy: EnergyUse | Ranking, objective: str, *, spreads: bool = False
-) -> str:
-    """`1.87x`, `at least 1.31x`, `1.16x noisy`, or a dash; where energy was searched for, `0.92x energy`.
+def gain_in_table(found: Result | Ranking, energy: EnergyUse | Ranking, objective: str) -> str:
+    """`1.87x (1.81x to 1.93x)`, `at least 1.31x`, `1.16x noisy`, or a dash; where energy was searched for, `0.92x energy (0.90x to 0.94x)`.
 
     Args:
         energy: where the energy of `found` stands.
-        spreads: whether half the width of the interval stands beside the ratio.
     """
     ratio, ends, of = found.speedup, found.speedup_ci, ""
     if OBJECTIVES[objective].is_thrift:
@@ -207,12 +210,11 @@ def gain_in_table(
         ratio, ends, of = 1.0 if is_kept else energy.energy_ratio, energy.energy_ratio_ci, " energy"
     if ratio is None:
         return times(ratio)
+    told = f"{times(ratio)}{of}"
     if ends is None or not is_known(*ends):
-        told = times(ratio)
-    elif tells_nothing(*ends):
-        told = f"{times(ratio)} {NOISY}"
-    elif is_wide(*ends):
-        told = bound(*ends)
-    else:
-        told = f"{times(ratio)} {spread(ratio, *ends) if spreads else ''}".rstrip()
-    return f"{told}{of}"
+        return told
+    if tells_nothing(*ends):
+        return f"{told} {NOISY}"
+    if end := bound(*ends):
+        return f"{end}{of}"
+    return f"{told} ({interval(*ends)})"

@@ -160,7 +160,7 @@ def comparison_sections(studies: Sequence[Study]) -> Iterator[Section]:
     named = {_name_among(place, studies): (study, study.answer()) for place, study in enumerate(studies)}
     has_energy = any(answer.energy.joules_per_sample is not None for _, answer in named.values())
     rows = ((name, *_answer_figures(answer, has_energy=has_energy)) for name, (_, answer) in named.items())
-    titles = ("study", "verdict", ">gain", ">samples/s", ">baseline", ">peak", *([">J/sample"] if has_energy else []))
+    titles = ("study", "verdict", "gain", ">samples/s", ">baseline", ">peak", *([">J/sample"] if has_energy else []))
     yield Section("Answers", (table(titles, rows),), "gains over each study's own baseline, 95% intervals")
     machines = {
         name: {
@@ -190,7 +190,7 @@ def _name_among(place: int, studies: Sequence[Study]) -> str:
 
 
 def _answer_figures(answer: Result, *, has_energy: bool) -> tuple[Cell, ...]:
-    found, gain = said_of(answer), gain_in_table(answer, answer.energy, answer.goal.objective, spreads=True)
+    found, gain = said_of(answer), gain_in_table(answer, answer.energy, answer.goal.objective)
     base = answer.baseline
     verdict = Span(found.brief, Tone.BEST if answer.verdict in ("faster", "thriftier") else Tone.PLAIN)
     played = (measured_rate(found) for found in answer.play_off.finalists if found.config == answer.config)

@@ -62,6 +62,11 @@ class Entrant:
         """The processes whose figures are told: the undisturbed ones of the play-off, else of the search, else all of the play-off."""
         return undisturbed(self.ran) or undisturbed([self.probe] if self.probe is not None else []) or self.ran
 
+    @property
+    def is_told_by_probe(self) -> bool:
+        """Whether what is told of it is what its process in the search found."""
+        return any(outcome is self.probe for outcome in self.told_by())
+
     def least_unrest(self) -> float:
         """How far a disturbance may have moved what is told: 0 where `told_by` holds an undisturbed process, or several, whose
         own spread tells it.

@@ -26,9 +26,10 @@ def tell_figures(
     """
     ran = [entrant for entrant in everyone if any(outcome.ok for outcome in entrant.outcomes.values())]
     figures = {entrant.config: entrant.measured() for entrant in ran}
+    by_probe = {entrant.config for entrant in ran if entrant.is_told_by_probe}
     for config, (speed, low, high) in _tell(samples_per_s, speeds, ran, base, candidate).items():
         own = times_as_fast(figures[config], speed / figures[config].samples_per_s)
-        figures[config] = replace(own, samples_per_s_ci=(low, high))
+        figures[config] = replace(own, samples_per_s_ci=(low, high), by_probe=config in by_probe)
     for config, found in _tell(samples_per_joule, thrift, ran, base, candidate).items():
         joules, low, high = inverse(found)
         figures[config] = replace(figures[config], joules_per_sample=joules, joules_per_sample_ci=(low, high))

@@ -250,6 +250,26 @@ def test_what_failed_in_the_play_off_is_in_its_table_with_the_reason(result: Res
     assert " 2. " not in table and rows[-2].startswith("baseline")
 
 
+def test_a_speed_that_is_not_of_the_rounds_is_said_to_be_of_the_search(result: Result) -> None:
+    told = "the speed is its probe's, in the search: other work disturbed each run here"
+    assert told not in _flat(text_of(result))
+    assert result.baseline is not None
+    text = text_of(replace(result, baseline=replace(result.baseline, by_probe=True)), 200)
+    (row,) = [line for line in text.splitlines() if told in line]
+    assert row.split()[0] == "baseline"
+
+
+def test_where_the_play_off_gave_no_answer_its_rows_stand_apart_from_those_of_the_search(result: Result) -> None:
+    failed = Dropped(**vars(result.finalists[1]), dropped="oom: needs 1920 MiB of 1500 MiB")
+    unconfirmed = but(result, confirmed=False, verdict="undecided", undecided="all failed", finalists=(failed,))
+    measured, _, played = text_of(unconfirmed, 120).partition("Play-off without an answer")
+    measured = measured.partition("Measured")[2]
+    assert "dropped" not in measured and "not confirmed by a play-off" in measured
+    assert [line.split()[0] for line in measured.splitlines()[2:4]] == ["answer", "baseline"]
+    assert "dropped" in played and "oom: needs 1920 MiB" in played
+    assert "answer" not in played.partition("dropped")[0].partition("config")[2]
+
+
 def test_an_interval_from_one_round_is_called_unknown(result: Result) -> None:
     text = _flat(text_of(replace(result, speedup_ci=(0.0, math.inf))))
     assert "from one round, so its interval is unknown" in text and "inf" not in text
@@ -438,6 +458,15 @@ def test_an_answer_of_several_machines_has_no_command_that_one_could_run() -> No
     on_two = {"devices": "2x4"}
     assert verify_command(CONFIG, find_techniques(), "model.py", on_two) == ""
     assert verify_command(CONFIG, find_techniques(), "model.py", {"devices": "4"}).endswith("--steps 100 --devices 4")
+    assert verify_command(CONFIG, find_techniques(), "model.py", {"devices": "max:0"})  # no machines are named there
+
+
+def test_an_answer_of_several_machines_is_started_on_each_of_them(result: Result) -> None:
+    text = text_of(but(result, asked={"devices": "2x4"}, num_processes=8), 120)
+    assert "torchrun --nnodes 2 --nproc-per-node 4 " in text and "on each of 2 machines" in text
+    assert "no command tries an answer for several" in text and "autotune verify models" not in text
+    text = text_of(but(result, asked={"devices": "8"}, num_processes=8), 120)
+    assert "torchrun --nproc-per-node 8 train.py" in text and "machines" not in text
 
 
 def counted(result: Result, **changes: object) -> Result:

@@ -94,10 +94,14 @@ def test_faster_without_a_baseline_that_ran_is_said_to_run_where_the_baseline_do
         assert "aster" not in told
 
 
-def test_the_best_of_the_others_is_told_as_a_bound_where_its_interval_is_wide(result: Result) -> None:
+def test_the_best_of_the_others_is_told_as_a_bound_where_its_wide_interval_lies_on_one_side_of_1(
+    result: Result,
+) -> None:
     rival = Rival(**vars(result.finalists[1]), speedup=1.03, speedup_ci=(0.72, 1.5))
     kept = but(result, config=BASELINE.as_dict(), verdict="same", speedup=1.0, speedup_ci=None, rival=rival)
-    assert "at most 1.50x its throughput." in _told(kept)
+    assert "1.03x its throughput, 95% interval 0.72x to 1.50x." in _told(kept)
+    slow = replace(rival, speedup=0.6, speedup_ci=(0.4, 0.9))
+    assert "at most 0.90x its throughput." in _told(but(kept, rival=slow))
 
 
 def test_a_ranking_tells_a_wide_gain_as_a_bound(result: Result) -> None:
@@ -121,7 +125,7 @@ def test_where_energy_was_searched_for_a_table_tells_the_gain_in_energy(result: 
     slow = {"speedup": 0.92, "speedup_ci": (0.9, 0.94)}
     thrifty = but(result, objective="energy", verdict="thriftier", **slow, **energy)
     compared = as_text(comparison_sections([replace(study, result=thrifty)]), 200)
-    assert "0.62x ±6.5% energy" in compared and "0.92x" not in compared
+    assert "0.62x energy (0.58x to 0.66x)" in compared and "0.92x" not in compared
     kept = but(thrifty, energy_ratio=None, energy_ratio_ci=None, verdict="same", speedup=1.0, speedup_ci=None)
     assert "1.00x energy" in as_text(comparison_sections([replace(study, result=kept)]), 200)
     ranked = Ranking(
@@ -134,7 +138,7 @@ def test_where_energy_was_searched_for_a_table_tells_the_gain_in_energy(result: 
         **energy,
     )
     rankings = _told(but(thrifty, rankings=(ranked,))).partition("Rankings")[2]
-    assert "0.62x energy" in rankings and "0.92x" not in rankings
+    assert "0.62x energy (0.58x to 0.66x)" in rankings and "0.92x" not in rankings
 
 
 @pytest.mark.parametrize(
@@ -152,9 +156,27 @@ def test_every_view_begins_with_the_same_words(result: Result, change: Callable[
     assert f"{first[0].upper()}{first[1:]} the baseline's throughput (" in _told(told)
 
 
-def test_a_wide_interval_that_holds_1_leaves_the_gain_that_was_seen_beside_its_bound(result: Result) -> None:
-    told = said_of(but(result, verdict="undecided", speedup=1.33, speedup_ci=(0.81, 2.2), num_rounds=4))
-    assert (told.verdict, told.gain, told.sure) == ("probably faster", "1.33x", "at least 0.81x")
+@pytest.mark.parametrize("ratio", [1.73, 1.1])
+def test_answer_table_and_comparison_tell_a_gain_by_the_same_ends(result: Result, study: Study, ratio: float) -> None:
+    found = replace(result, speedup=ratio, speedup_ci=(0.9 * ratio, 1.1 * ratio))
+    ends = interval(0.9 * ratio, 1.1 * ratio)
+    assert f"{ratio:.2f}x the baseline's throughput (95% interval " in _told(found) and f"{ends})" in _told(found)
+    compared = as_text(comparison_sections([replace(study, result=found)]), 200)
+    assert f"{ratio:.2f}x ({ends})" in compared and "±10%" not in compared
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [((0.81, 2.2), "0.81x to 2.20x"), ((0.998, 2.6), "1.00x to 2.60x"), ((1.0004, 2.6), "just above 1x to 2.60x")],
+)
+def test_a_wide_interval_that_holds_1_or_begins_there_is_told_by_both_of_its_ends(
+    result: Result, study: Study, ends: tuple[float, float], words: str
+) -> None:
+    wide = but(result, verdict="undecided", speedup=1.33, speedup_ci=ends, num_rounds=4)
+    told = said_of(wide)
+    assert (told.verdict, told.gain, told.sure) == ("probably faster", "1.33x", f"95% interval {words}")
+    compared = as_text(comparison_sections([replace(study, result=wide)]), 200)
+    assert f"1.33x ({words})" in compared and "at least" not in compared
 
 
 def test_a_gain_that_only_later_runs_leave_open_is_one_of_this_search(result: Result) -> None:

@@ -186,6 +186,7 @@ def test_a_baseline_that_was_disturbed_in_the_only_round_is_told_by_its_probe_in
     )
     assert standing.figures[BASE].samples_per_s == pytest.approx(120)
     assert standing.speedup[0] == pytest.approx(237 / 120)
+    assert standing.figures[BASE].by_probe and not standing.figures[FAST].by_probe
 
 
 def test_where_the_only_process_of_the_baseline_was_disturbed_little_is_known_of_the_gain():

@@ -47,6 +47,7 @@ _FIRST = (  # before the pictures
     "Recommended config",
     "Play-off",
     "Measured",
+    "Play-off without an answer",
 )
 
 
