@@ -89,7 +89,7 @@ def name_devices(devices: str, device: str = "auto") -> tuple[str, ...]:
     if machines_in(devices):
         raise DeviceError(
             f"--devices {devices} are those of several machines, and this is one; expected a number, all, cuda:0,1 or cpu:2. A search "
-            f"takes {devices} with --runner ray"
+            f"takes {devices} where its --runner has several"
         )
     named = re.fullmatch(r"(?:(cpu|cuda):(?=\d)|(?=\d+\Z))(\d+(?:,\d+)*)|all", devices)
     if named is None:

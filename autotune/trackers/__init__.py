@@ -62,11 +62,13 @@ class Answer:
         figures: `samples_per_s`, `peak_bytes`, `joules_per_sample`, `speedup` with its interval as far as they are known,
             `probes`, `wall_s`.
         facts: `verdict`, `limit` (the resource that limits the speed) and `warnings`.
+        text: the whole answer in words, as `autotune search` prints it.
     """
 
     config: dict[str, Choice]
     figures: dict[str, float]
     facts: dict[str, str]
+    text: str
 
 
 class Tracker(Listener):
@@ -211,4 +213,5 @@ def _answer(event: SearchEnded) -> Answer:
         config=dict(result.config),
         figures={name: figure for name, figure in figures.items() if figure is not None},
         facts={"verdict": result.verdict, "limit": result.reasons.limit, "warnings": "\n".join(result.warnings)},
+        text=result.summary(),
     )

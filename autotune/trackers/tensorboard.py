@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from autotune.trackers import Answer, Point, Start, Tracker
@@ -35,8 +36,8 @@ class TensorBoard(Tracker):
         self._writer.add_hparams({**point.config, **point.facts}, figures, name=f"probe-{point.number}")
 
     def answer(self, answer: Answer) -> None:
-        """Write the answer as text, and its figures."""
-        self._writer.add_text("answer", _table({**answer.facts, **answer.figures, **answer.config}))
+        """Write the answer in its own words, and its figures."""
+        self._writer.add_text("answer", indent(answer.text, " " * 4))  # in Markdown a text that stays as it is
         for name, figure in answer.figures.items():
             self._writer.add_scalar(f"answer/{name}", figure)
 

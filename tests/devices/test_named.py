@@ -25,7 +25,7 @@ def test_a_cpu_is_shared_by_processes(devices: str, device: str) -> None:
         ("cpu:0,1", "cpu", "say how many: cpu:2"),
         ("0,1", "cpu", "names no devices"),
         ("2", "cuda:1", "counts devices"),
-        ("2x4", "cpu", "are those of several machines, .* A search takes 2x4 with --runner ray"),
+        ("2x4", "cpu", "are those of several machines, .* A search takes 2x4 where its --runner has several"),
     ],
 )
 def test_what_names_no_devices_says_what_would(devices: str, device: str, said: str) -> None:

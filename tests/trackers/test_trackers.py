@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -146,7 +147,10 @@ def test_tensorboards_files_hold_curves_the_table_of_configs_and_the_answer(tmp_
     speeds = dict(written["probe/samples_per_s"])
     assert speeds.keys() >= {0, 2} and speeds[2] == pytest.approx(measured(ANSWER).measurement.samples_per_s)  # type: ignore[union-attr]
     assert written["answer/speedup"][0][1] == pytest.approx(RESULT.speedup)
-    assert b"verdict" in text and b"checkpoint_segments" in text and b"_hparams_/session_start_info" in text
+    assert b"checkpoint_segments" in text and b"_hparams_/session_start_info" in text
+    said = indent(RESULT.summary(), " " * 4).encode()
+    assert said in text and b"Limit of the speed now" in said and b"Faster: 1.73x the baseline's throughput" in said
+    assert b"| verdict |" not in text
 
 
 @pytest.fixture
