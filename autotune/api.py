@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -439,6 +441,7 @@ def predict(
     *,
     logs: Path = LOGS,
     on_first: Callable[[MemoryPrediction], None] = lambda prediction: None,
+    on_warning: Callable[[str], None] = lambda warning: None,
     **options: Any,
 ) -> MemoryPrediction:
     """Predict what fits into a memory without training: the largest batch of each combination of techniques, or one config.
@@ -451,6 +454,7 @@ def predict(
         config: predict this config alone; what it does not name is off.
         logs: folder for what the user's code prints, and for traces, which are kept for the next time.
         on_first: called once, as soon as plain training is traced, with what is known by then; not where `config` is given.
+        on_warning: called where nothing can be kept, because `logs` cannot be written.
         **options
 
     Raises:
@@ -461,7 +465,10 @@ def predict(
     asked, info, device, world = _of_a_target(PredictOptions, options, config)
     ends = started + asked.timeout_s
     source = TaskSource.of(task).with_global_batch(asked.global_batch)
-    with _tracing(source, device, logs, asked.timeout_s) as runner:
+    with (
+        _place_of_logs(source, logs, on_warning) as place,
+        _tracing(source, device, place, asked.timeout_s) as runner,
+    ):
         only = None if config is None else _complete(config, runner, world)
         calibration, _ = calibrate_device(runner, info, logs) if asked.gpu is None else (NOT_MEASURED, "")
         job = InspectJob(
@@ -507,7 +514,12 @@ def predict(
 
 @takes(ExplainOptions)
 def explain(
-    task: Task | str | Path, config: Mapping[str, Choice] | None = None, *, logs: Path = LOGS, **options: Any
+    task: Task | str | Path,
+    config: Mapping[str, Choice] | None = None,
+    *,
+    logs: Path = LOGS,
+    on_warning: Callable[[str], None] = lambda warning: None,
+    **options: Any,
 ) -> Explanation:
     """Explain where memory and time go, layer by layer and kind by kind, and what each technique alone would change.
 
@@ -519,6 +531,7 @@ def explain(
         task: as in `search`.
         config: what it does not name is off; None for the task's baseline.
         logs: folder for what the user's code prints.
+        on_warning: called where nothing can be kept, because `logs` cannot be written.
         **options
 
     Raises:
@@ -528,12 +541,15 @@ def explain(
     source = TaskSource.of(task).with_global_batch(asked.global_batch)
     limit, settings = asked.memory_limit_bytes or _free_bytes(info, world), None
     runs = asked.gpu is None and world.size == 1  # modules are timed in one process
+
+    def runner_in(place: Path) -> Runner:
+        if runs:
+            return LocalRunner(source, device=device, logs=place)
+        return _tracing(source, device, place, sweeping.INSPECT_TIMEOUT_S)
+
     if runs:
-        trainer: Runner = LocalRunner(source, device=device, logs=logs / f"{source.name}.logs")
         settings = ProbeSettings(memory_limit_bytes=limit, timeout_s=ProbeOptions().timeout_s)
-    else:
-        trainer = _tracing(source, device, logs, sweeping.INSPECT_TIMEOUT_S)
-    with trainer as runner:
+    with _place_of_logs(source, logs, on_warning) as place, runner_in(place) as runner:
         complete = None if config is None else _complete(config, runner, world)
         job = InspectJob(
             memory_limit_bytes=limit if runs else None,
@@ -602,12 +618,34 @@ def _free_bytes(info: DeviceInfo, world: World) -> int:
     return info.free_bytes if capabilities_of(info.name).own_memory else info.free_bytes // world.size
 
 
+@contextlib.contextmanager
+def _place_of_logs(source: TaskSource, logs: Path, on_warning: Callable[[str], None]) -> Iterator[Path]:
+    """The task's own folder in `logs`; where that cannot be written, one that is deleted, unless what fails names a log there."""
+    place, why = logs / f"{source.name}.logs", ""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        why = str(error.strerror)
+    if not why:
+        try:
+            yield place
+        finally:
+            with contextlib.suppress(OSError):  # it holds logs
+                place.rmdir()
+        return
+    on_warning(f"nothing is kept, as {logs} cannot be written: {why}")
+    passing = Path(tempfile.mkdtemp(prefix="autotune-"))
+    yield passing
+    shutil.rmtree(passing, ignore_errors=True)
+
+
 def _tracing(source: TaskSource, device: str, logs: Path, timeout_s: float) -> Runner:
     """A runner that inspects and traces, on any system, once the task is imported within `timeout_s`."""
-    place = logs / f"{source.name}.logs"
     if sys.platform != "linux":
-        return PortableRunner(source, device=device, logs=place)
-    return LocalRunner(source, device=device, logs=place, import_timeout_s=timeout_s)
+        return PortableRunner(source, device=device, logs=logs)
+    return LocalRunner(source, device=device, logs=logs, import_timeout_s=timeout_s)
 
 
 def _total_bytes(device: str) -> int:

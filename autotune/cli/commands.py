@@ -347,6 +347,7 @@ def predict(options: argparse.Namespace) -> int:
         options.model,
         None if options.config is None else read_config(options.config),
         on_first=lambda first: print(first_words(first), file=sys.stderr, flush=True),
+        on_warning=_warn,
         **read_options(options, PredictOptions),
     )
     combinations = len(prediction.groups) + sum(len(group.same_memory) for group in prediction.groups)
@@ -375,6 +376,7 @@ def explain(options: argparse.Namespace) -> int:
     explanation = api.explain(
         options.model,
         None if options.config is None else read_config(options.config),
+        on_warning=_warn,
         **read_options(options, ExplainOptions),
     )
     print(

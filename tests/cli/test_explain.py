@@ -147,6 +147,15 @@ def test_a_model_that_cannot_be_traced_is_explained_by_what_was_measured(tmp_pat
     assert "a short real run" in said and "share of the time" in said
 
 
+def test_where_nothing_can_be_written_it_explains_all_the_same_and_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "studies").write_text("no folder")
+    done = explain(tmp_path, NEEDS_VALUES)
+    assert done.returncode == 0 and "a short real run" in " ".join(done.stdout.split()), done.stderr
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert notes == ["note: nothing is kept, as studies cannot be written: Not a directory"]
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"studies", "model.py"}
+
+
 @pytest.mark.parametrize(
     ("picture", "said"),
     [("memory.bmp", "expected a file that ends in .png, .svg, .pdf"), ("nowhere/memory.png", "cannot be written")],

@@ -72,6 +72,15 @@ def test_a_config_that_does_not_fit_has_its_own_exit_code(tmp_path: Path) -> Non
     assert (found["fits"], found["groups"], found["config"]["outside_bytes"] > 300 * 2**20) == (False, [], True)
 
 
+def test_where_nothing_can_be_written_it_predicts_all_the_same_and_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "studies").write_text("no folder")
+    done = predict(tmp_path, "--gpu", "24GiB", "--config", '{"batch_size": 16}')
+    assert done.returncode == 0 and "Fits:" in done.stdout, done.stderr
+    (note,) = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert note == "note: nothing is kept, as studies cannot be written: Not a directory"
+    assert [path.name for path in tmp_path.iterdir()] == ["studies"]
+
+
 @pytest.mark.slow  # `test_explain.py` shows the reason
 def test_a_model_that_cannot_be_traced_says_why_and_what_to_do(tmp_path: Path) -> None:
     model = tmp_path / "model.py"
