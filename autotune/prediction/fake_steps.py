@@ -19,8 +19,8 @@ from autotune.devices import capabilities_of
 from autotune.devices.cpu import CpuDevice
 from autotune.devices.targets import Target
 from autotune.devices.torch_errors import attempted_bytes
-from autotune.errors import first_line
-from autotune.prediction.fakes import Fakes, why_values_are_needed
+from autotune.errors import first_line, in_one_line
+from autotune.prediction.fakes import Fakes, what_reads_values, why_values_are_needed
 from autotune.prediction.passes import MicroSteps, Pass, Updates, are_aligned
 from autotune.prediction.storages import StorageTracker
 from autotune.prediction.traces import Purpose
@@ -33,7 +33,7 @@ from autotune.task import Task
 from autotune.task.batches import StepBatch, map_tensors, tensors
 from autotune.task.usercode import is_allocation_failure
 from autotune.techniques import Phase, Recomputation, Technique, Techniques, UnsupportedError
-from autotune.units import format_bytes
+from autotune.units import format_bytes, plural
 
 FEW = 2  # samples of the micro batch by which a session finds out what it needs to know
 
@@ -126,7 +126,7 @@ class Tracer:
             if session.task.takes_whole_steps:
                 raise TraceError("the task's own step is one unit")
             on_gpu = capabilities_of(self._target).own_memory
-            run = Run(session, tracker, self._fakes, self.techniques, spreading, on_gpu=on_gpu)
+            run = Run(session, tracker, self._fakes, self.techniques, spreading, self.batch, on_gpu=on_gpu)
             self._model = run.session.model
             with run.observed():
                 yield run
@@ -139,7 +139,7 @@ class Tracer:
     def batch(self, batch_size: int) -> Any:
         """An input batch, as a probe makes it. Raises TraceError."""
         if batch_size not in self._batches:
-            with _explained():
+            with _explained(f"a batch of {plural(batch_size, 'sample')} cannot be made:"):
                 self._batches[batch_size] = self._task.batch(batch_size)
         return self._batches[batch_size]
 
@@ -160,10 +160,12 @@ class Run:
         fakes: Fakes,
         techniques: Techniques,
         spreading: Spreading,
+        batch: Callable[[int], Any],
         *,
         on_gpu: bool,
     ) -> None:
         self.session = session
+        self._batch = batch
         self.tracker = tracker
         self.spreading = spreading
         self.fakes = fakes
@@ -262,16 +264,35 @@ class Run:
         return fake
 
     def micro_step(self, batch_size: int, inputs: Any, *, is_last: bool = True) -> Pass:
-        """A micro batch, forward and backward, the last of its step or one before it."""
+        """A micro batch, forward and backward, the last of its step or one before it.
+
+        Raises:
+            TraceError: it raises something, and a micro batch of few samples does not.
+        """
         self.spreading.regroup()
         step, first_key = StepBatch([(inputs, batch_size)]), self.tracker.last_key + 1
-        found = self._pass(batch_size, lambda: self.session.accumulate(step, is_last=is_last))
+        try:
+            found = self._pass(batch_size, lambda: self.session.accumulate(step, is_last=is_last))
+        except Exception as error:
+            if batch_size <= FEW or _explains_itself(error) or not self._takes_few():
+                raise
+            with _explained(f"with {batch_size} samples at once, and not with {FEW}, it raises"):
+                raise
         if is_last:
             return found
         left = {key for key in self.tracker.living() if key >= first_key and self.tracker.scopes[key] is None}
         left -= self.tracker.keys_of(filter(None, [self.session.own_loss]))
         self._accumulated |= left
         return replace(found, purposes={**found.purposes, **dict.fromkeys(left, Purpose.GRADIENTS)})
+
+    def _takes_few(self) -> bool:
+        """Whether a micro batch of few samples runs."""
+        try:
+            step = StepBatch([(self.inputs(self._batch(FEW)), FEW)])
+            self._pass(FEW, lambda: self.session.accumulate(step, is_last=True))
+        except Exception:
+            return False
+        return True
 
     def _pass(self, batch_size: int, work: Callable[[], Any]) -> Pass:
         gradients = self._gradients()
@@ -367,9 +388,19 @@ def _blocks(session: Session, techniques: Techniques) -> tuple[torch.nn.Module, 
     return next((recomputation.blocks for recomputation in found if recomputation is not None), ())
 
 
+def _explains_itself(error: Exception) -> bool:
+    """Whether an exception says why it was raised: a technique cannot be had, memory ran out, or values are needed."""
+    is_ours = isinstance(error, UnsupportedError | TraceError)
+    return is_ours or is_allocation_failure(error) or bool(what_reads_values(error))
+
+
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Whatever happens is a `TraceError`, which says it in one line."""
+def _explained(otherwise: str = "") -> Iterator[None]:
+    """Whatever happens is a `TraceError`, which says it in one line.
+
+    Args:
+        otherwise: stands before an exception that does not explain itself, in place of that values are lacking.
+    """
     try:
         yield
     except Exception as error:
@@ -377,5 +408,7 @@ def _explained() -> Iterator[None]:
             asked = attempted_bytes(error)
             what = f": an allocation of {format_bytes(asked)} failed" if asked else ""
             raise TraceError(f"the host's memory ran out{what}") from error
+        if otherwise and not _explains_itself(error):
+            raise TraceError(f"{otherwise} {in_one_line(error)}"[:300].removesuffix(".")) from error
         is_ours = isinstance(error, UnsupportedError | TraceError)
         raise TraceError(first_line(error).removesuffix(".") if is_ours else why_values_are_needed(error)) from error

@@ -154,12 +154,17 @@ def _as_moved(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def why_values_are_needed(error: Exception) -> str:
     """Why code on fake tensors raised an exception, in one line and without a full stop."""
-    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
-        return f"what {error.func} returns depends on the values of a tensor"
-    if any(sign in first_line(error) for sign in _NO_DATA):
-        return "an operator of it reads the values of a tensor"
+    if found := what_reads_values(error):
+        return found
     message = first_line(error) if isinstance(error, AutotuneError) else in_one_line(error)
     return f"without the values of tensors it raises {message}"[:300].removesuffix(".")
+
+
+def what_reads_values(error: Exception) -> str:
+    """What needed the values of a tensor, in one line; empty where the exception does not say that anything did."""
+    if isinstance(error, DynamicOutputShapeException | DataDependentOutputException):
+        return f"what {error.func} returns depends on the values of a tensor"
+    return "an operator of it reads the values of a tensor" if any(s in first_line(error) for s in _NO_DATA) else ""
 
 
 class OneFakeMode(FakeTensorMode):

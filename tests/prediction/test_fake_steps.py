@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from autotune.prediction.anatomy import anatomies
 from autotune.prediction.fake_steps import TraceError, Tracer
 from autotune.prediction.job import trace_plan
 from autotune.prediction.traces import Purpose, Traces, plan_traces
@@ -333,6 +334,50 @@ def test_what_depends_on_values_cannot_be_traced_and_the_reason_is_one_line(act,
     with pytest.raises(TraceError, match=why) as raised:
         Tracer(task, "cpu", find_techniques()).micro_steps(config({}), 2, 3)
     assert "\n" not in str(raised.value)
+
+
+class AtMostEight(nn.Module):
+    """A model that takes no larger micro batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x):
+        if len(x) > 8:
+            raise ValueError(f"at most 8 samples, not {len(x)}.")
+        return self.linear(x)
+
+
+def no_more_than_eight(n: int) -> torch.Tensor:
+    if n > 8:
+        raise ValueError("only 8 samples")
+    return torch.randn(n, 8)
+
+
+@pytest.mark.parametrize(
+    ("build", "make_batch", "why"),
+    [
+        (
+            AtMostEight,
+            lambda n: torch.randn(n, 8),
+            "with 16 samples at once, and not with 2, it raises ValueError: at most 8 samples, not 16",
+        ),
+        (
+            lambda: nn.Linear(8, 4),
+            no_more_than_eight,
+            "a batch of 16 samples cannot be made: ValueError: only 8 samples",
+        ),
+    ],
+    ids=["model", "batch"],
+)
+def test_what_only_large_batches_raise_is_not_said_to_be_for_want_of_values(build, make_batch, why):
+    task = Task(build_model=build, make_batch=make_batch, training_step=lambda model, x: model(x).square().mean())
+    with pytest.raises(TraceError) as raised:
+        Tracer(task, "cpu", find_techniques()).micro_steps(config({}), 2, 16)
+    assert str(raised.value) == why
+    (told,) = anatomies(task, [config({"batch_size": 16}, global_batch=16)], "cpu", find_techniques())
+    assert told == why
 
 
 def test_tracing_leaves_torch_as_it_was():
