@@ -240,10 +240,11 @@ class Budget:
         """Whether so much more search pays: what it is expected to gain, over the training that is ahead, is more than its time.
 
         The rule stops where the expected improvement per unit of cost falls to one: Xie et al., Cost-aware stopping for Bayesian
-        optimization (2025).
+        optimization (2025). Where energy is searched for, joules stand on both sides: searching draws about the power of training,
+        so the power falls out, and what is left are seconds again.
 
         Args:
-            gain: expected, as the logarithm of a speed-up over the best so far.
+            gain: expected, as the logarithm of the merit over that of the best so far.
             cost_s: seconds that it takes.
         """
         if not self.is_auto or not history.objective.rests_on_speed:

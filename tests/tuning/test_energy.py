@@ -23,9 +23,10 @@ from autotune.runners.replay import ReplayRunner
 from autotune.runners.table import Row, Table
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
+from autotune.tuning.budget import AHEAD_S
 from autotune.tuning.recommend import NothingFeasible
 from autotune.tuning.search import search
-from tests.closed_form import ClosedFormRunner
+from tests.closed_form import ClosedFormRunner, make_search
 
 GPT = Path(__file__).parent.parent.parent / "studies" / "gpt"
 OTHERS = "others did 40% of the work that the counter of energy counts"
@@ -129,6 +130,17 @@ def test_a_baseline_whose_energy_was_not_known_is_probed_again_by_the_next_searc
     with pytest.raises(NothingFeasible):
         found(tmp_path, Counted(crowded=tuple(range(8))), objective="energy")
     assert found(tmp_path, Counted(), objective="energy").verdict == "thriftier"
+
+
+@pytest.mark.parametrize("objective", ["throughput", "energy"])
+def test_a_share_of_the_energy_ahead_is_worth_as_much_search_as_the_same_share_of_the_time(
+    tmp_path: Path, objective: str
+) -> None:
+    """The power is that of training on both sides, whatever it is."""
+    made = make_search(tmp_path, Counted(), objective=objective)
+    made.budget.is_auto = True
+    assert made.budget.is_worth(0.01, 0.009 * AHEAD_S, made.history)
+    assert not made.budget.is_worth(0.01, 0.011 * AHEAD_S, made.history)
 
 
 def test_what_compiling_takes_is_not_in_it(tmp_path: Path) -> None:
