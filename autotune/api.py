@@ -452,9 +452,8 @@ def predict(
     Args:
         task: as in `search`.
         config: predict this config alone; what it does not name is off.
-        logs: folder for what the user's code prints, and for traces, which are kept for the next time.
+        logs: folder for what the user's code prints, and for traces for the next time; `on_warning` is told where it cannot be written.
         on_first: called once, as soon as plain training is traced, with what is known by then; not where `config` is given.
-        on_warning: called where nothing can be kept, because `logs` cannot be written.
         **options
 
     Raises:
@@ -465,16 +464,12 @@ def predict(
     asked, info, device, world = _of_a_target(PredictOptions, options, config)
     ends = started + asked.timeout_s
     source = TaskSource.of(task).with_global_batch(asked.global_batch)
-    with (
-        _place_of_logs(source, logs, on_warning) as place,
-        _tracing(source, device, place, asked.timeout_s) as runner,
-    ):
+    with _place_of_logs(source, logs, on_warning) as place, _tracing(source, device, place, asked.timeout_s) as runner:
         only = None if config is None else _complete(config, runner, world)
-        calibration, _ = calibrate_device(runner, info, logs) if asked.gpu is None else (NOT_MEASURED, "")
         job = InspectJob(
             memory_limit_bytes=None,
-            timeout_s=max(0.0, ends - time.monotonic()),
-            calibration=calibration,
+            calibration=calibrate_device(runner, info, logs)[0] if asked.gpu is None else NOT_MEASURED,
+            timeout_s=max(0.0, ends - time.monotonic()),  # of what calibrating leaves
             absent=None if asked.gpu is None else info,
             trained={} if only is None else runner.techniques.trained(only),
             world=world,
@@ -530,8 +525,7 @@ def explain(
     Args:
         task: as in `search`.
         config: what it does not name is off; None for the task's baseline.
-        logs: folder for what the user's code prints.
-        on_warning: called where nothing can be kept, because `logs` cannot be written.
+        logs: folder for what the user's code prints; `on_warning` is told where it cannot be written.
         **options
 
     Raises:
