@@ -351,8 +351,8 @@ def _run_each(
         device=options.device,
         devices=options.devices,
         logs=place.with_suffix(".logs"),
-        compiled=place.with_suffix(".compiled"),
     )
+    local.keep_compiled(place.with_suffix(".compiled"))
     # read before a supervisor holds memory: each probe's limit counts that memory, too
     info = local.slots()[0].device
     with local as runner:

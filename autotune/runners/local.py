@@ -169,7 +169,6 @@ class LocalRunner(OneSlotRunner):
         device, devices, logs, host, resources: as of `OneSlotRunner`; there is one log a job.
         import_timeout_s: for importing torch and the user's module.
         fork: False starts a new interpreter for each job from the outset.
-        compiled: folder of what jobs compile; None for torch's own.
         folder: for what is kept while it runs. It is deleted where this process dies; None for one that always is.
         part: the devices are those of this machine for a world that others train with it.
 
@@ -186,7 +185,6 @@ class LocalRunner(OneSlotRunner):
         devices: str = ONE_DEVICE,
         import_timeout_s: float = 180.0,
         fork: bool = True,
-        compiled: Path | None = None,
         host: Host | None = None,
         resources: SlotResources | None = None,
         folder: Path | None = None,
@@ -206,7 +204,7 @@ class LocalRunner(OneSlotRunner):
         self._import_timeout_s = import_timeout_s
         self._fork = fork
         self.slow_start = ""  # why each probe starts a new interpreter, where that is so; known after entering
-        self._compiled = None if compiled is None else CompileCache(compiled)
+        self._compiled: CompileCache | None = None  # torch has one of its own
         self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
         self._connection: Connection | None = None
@@ -249,6 +247,9 @@ class LocalRunner(OneSlotRunner):
             fork=self._fork,
             host=self._host,
         )
+
+    def keep_compiled(self, folder: Path) -> None:
+        self._compiled = CompileCache(folder)
 
     def meet(self, meeting: str) -> None:
         """Say at which `HOST:PORT` the ranks of the next job find those of other machines."""

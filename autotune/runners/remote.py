@@ -150,12 +150,12 @@ class Station:
                 logs=self._folder / "logs",
                 devices=share.devices,
                 import_timeout_s=import_timeout_s,
-                compiled=self._folder / "compiled",
                 host=self._host,
                 resources=share.resources(),
                 folder=self._folder,
                 part=share.part,
             )
+            self._runner.keep_compiled(self._folder / "compiled")
             self._runner.__enter__()
         except BaseException:
             self.leave()

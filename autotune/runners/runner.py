@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from autotune.errors import AutotuneError
@@ -193,6 +194,9 @@ class Runner(ABC):
     def new_slots(self) -> tuple[str, ...]:
         """The names of slots that have come since this was last asked."""
         return ()
+
+    def keep_compiled(self, folder: Path) -> None:  # noqa: B027 (nothing, where nothing is compiled on this machine)
+        """Keep what jobs compile in a folder, where later ones find it."""
 
     @abstractmethod
     def submit(self, job: Job[Any], slot: str = "") -> int:

@@ -243,7 +243,7 @@ class SlotsRunner(SeveralSlots):
     Args:
         source, logs: as of `SeveralSlots`.
         found: the slots.
-        import_timeout_s, fork, compiled: as of `LocalRunner`.
+        import_timeout_s, fork: as of `LocalRunner`.
 
     Raises:
         DeviceError: a device is not there, or this is not Linux.
@@ -257,25 +257,30 @@ class SlotsRunner(SeveralSlots):
         logs: Path,
         import_timeout_s: float = 180.0,
         fork: bool = True,
-        compiled: Path | None = None,
     ) -> None:
         super().__init__(source, logs)
         self.notes = found.notes
         num_cores = len(cores(frozenset[int]().union(*(slot.processors for slot in found.slots))))
         self.slowest_start = max(1.0, len(found.slots) / num_cores)  # processes that start at once share the cores
-        for slot in found.slots:
-            self._members[slot.name] = LocalRunner(
+        self._local = {
+            slot.name: LocalRunner(
                 source,
                 logs=self._logs / slot.name.replace(":", "-"),
                 import_timeout_s=import_timeout_s,
                 fork=fork,
-                compiled=compiled,
                 host=self._host,
                 resources=slot,
             )
+            for slot in found.slots
+        }
+        self._members.update(self._local)
 
     def __enter__(self) -> Self:
         self._enter_all(
             1 if self._is_live else len(self._members)
         )  # a task that lives here is pickled by one at a time
         return self
+
+    def keep_compiled(self, folder: Path) -> None:
+        for runner in self._local.values():
+            runner.keep_compiled(folder)

@@ -102,8 +102,9 @@ class Place:
 
     @property
     def compiled(self) -> Path:
-        """Folder for what probes compile."""
-        return self._beside.with_suffix(".compiled")
+        """Folder for what probes of this study compile. Studies of one file have one each, since a new study begins without one."""
+        key = hashlib.sha256(self.study.encode()).hexdigest()[:16]
+        return self._beside.with_suffix(".compiled") / key
 
     @property
     def _beside(self) -> Path:

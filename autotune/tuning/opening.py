@@ -245,15 +245,16 @@ def open_search(
                 listener.tell(note)
             agreed = kept.agree(options, free_bytes, environment=runner.keeps_traces)
             asked = {**runner.devices_here, **kept.options_to_repeat(options, source)}
-            # the cache of a deleted study, or of others of the file: how long compiling takes is measured without it
-            if not kept.earlier and not kept.place.is_shared:
-                shutil.rmtree(kept.place.compiled, ignore_errors=True)
             stack.enter_context(runner)
             if source is not None and not runner.stated.model:  # a recorded table does not know the file
                 runner.stated = replace(runner.stated, model=source.spec, made_by=source.made_by)
         own = techniques.complete(runner.stated.trained)
         others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
         kept = kept.training(others, techniques)
+        if kept.stored is None and not kept.place.is_shared:
+            # of a study that was deleted: how long compiling takes is measured without it
+            shutil.rmtree(kept.place.compiled, ignore_errors=True)
+        runner.keep_compiled(kept.place.compiled)
         known = runner.notes
         for note in (*known, *device.notes):
             listener.warn(note)
@@ -314,14 +315,13 @@ def _local_runner(source: TaskSource, options: SearchOptions, place: Place, foun
     import_timeout_s = max(MIN_TIMEOUT_S, options.longest_s)
     import_ahead(*LATER)
     if found is not None:
-        return SlotsRunner(source, found, logs=place.logs, import_timeout_s=import_timeout_s, compiled=place.compiled)
+        return SlotsRunner(source, found, logs=place.logs, import_timeout_s=import_timeout_s)
     return LocalRunner(
         source,
         device=options.device,
         devices=options.devices,
         logs=place.logs,
         import_timeout_s=import_timeout_s,
-        compiled=place.compiled,
     )
 
 

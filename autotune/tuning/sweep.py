@@ -53,15 +53,14 @@ def sweep(source: TaskSource, options: SweepOptions, on_row: Callable[[Progress]
         TableError: the file is not a table, or records something else.
     """
     source = source.with_global_batch(options.global_batch)
-    logs, compiled = options.out.with_suffix(".logs"), options.out.with_suffix(".compiled")
     runner = LocalRunner(
         source,
         device=options.device,
         devices=options.devices,
-        logs=logs,
+        logs=options.out.with_suffix(".logs"),
         import_timeout_s=INSPECT_TIMEOUT_S,
-        compiled=compiled,
     )
+    runner.keep_compiled(options.out.with_suffix(".compiled"))
     require_possible(runner.techniques, {}, (*options.grid, *options.include), options.exclude)
     for name, wanted in options.grid.items():
         for choice in wanted:

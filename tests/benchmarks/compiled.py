@@ -47,7 +47,8 @@ def answer_of(study: str, budget: str, folder: Path) -> dict[str, Any]:
 def runs_of(study: str, configs: tuple[Config, ...], rounds: int, folder: Path) -> list[list[Outcome]]:
     """The outcomes of each config, by round."""
     source = TaskSource.of(STUDIES / study / "model.py")
-    with LocalRunner(source, device="cpu", logs=folder / "logs", compiled=folder / "compiled") as runner:
+    with LocalRunner(source, device="cpu", logs=folder / "logs") as runner:
+        runner.keep_compiled(folder / "compiled")
         turns = [[runner.probe(config, SETTINGS) for config in configs] for _ in range(rounds)]
     return [list(outcomes) for outcomes in zip(*turns, strict=True)]
 

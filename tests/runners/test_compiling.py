@@ -54,7 +54,9 @@ SETTINGS = ProbeSettings(memory_limit_bytes=limit_bytes(800), max_timed_s=0.2, m
 def runner_of(folder: Path, model: str = MODEL, **changes: Any) -> LocalRunner:
     file = folder / "model.py"
     file.write_text(model)
-    return LocalRunner(TaskSource.of(file), device="cpu", logs=folder / "logs", compiled=folder / "compiled", **changes)
+    runner = LocalRunner(TaskSource.of(file), device="cpu", logs=folder / "logs", **changes)
+    runner.keep_compiled(folder / "compiled")
+    return runner
 
 
 def found_in(outcome: Outcome) -> list[str]:

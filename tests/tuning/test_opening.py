@@ -228,6 +228,40 @@ def test_a_limit_that_is_not_free_any_more_begins_a_study_beside_with_one_that_i
     assert opened_with(11 * GIB, tmp_path / "closed.db") == (first, 10 * GIB, [])
 
 
+class Caching(ClosedFormRunner):
+    """Is told where to keep what it compiles."""
+
+    folder: Path
+
+    def keep_compiled(self, folder: Path) -> None:
+        self.folder = folder
+
+
+def cache_of(storage: Path, **options: Any) -> Path:
+    """The folder for what is compiled, of a search of a study in that file, with a file in it from then on."""
+    runner = Caching()
+    with open_search(None, SearchOptions(storage=str(storage), **options), runner, Listener()):
+        runner.folder.mkdir(parents=True, exist_ok=True)
+        (runner.folder / "kernel.so").touch()
+    return runner.folder
+
+
+def test_a_new_study_begins_without_compiled_code_and_leaves_other_studies_theirs(tmp_path: Path) -> None:
+    storage = tmp_path / "closed.db"
+    first = cache_of(storage, memory_limit_bytes=GIB)
+    beside = cache_of(storage, memory_limit_bytes=2 * GIB)
+    another = cache_of(storage, study="another")
+    assert len({first, beside, another}) == 3
+    assert {folder.parent for folder in (first, beside, another)} == {tmp_path / "closed.compiled"}
+    (first / "more.so").touch()
+    assert cache_of(storage, memory_limit_bytes=GIB) == first  # it goes on
+    assert all((folder / "kernel.so").exists() for folder in (first, beside, another))
+    assert (first / "more.so").exists()
+    storage.unlink()
+    assert cache_of(storage, memory_limit_bytes=GIB) == first and not (first / "more.so").exists()
+    assert (beside / "kernel.so").exists()
+
+
 def test_where_far_less_than_the_limit_is_free_the_study_is_refused(tmp_path: Path) -> None:
     opened_with(10 * GIB, tmp_path / "closed.db")
     with pytest.raises(
