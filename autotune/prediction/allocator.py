@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autotune.devices.allocator_settings import settings_in
 from autotune.devices.kernels.rules import Stepped, round_up
 from autotune.prediction import Array
 from autotune.prediction.passes import Event, MicroSteps, Updates, are_aligned
@@ -231,9 +232,8 @@ class Settings:
 
 
 def settings_of(environment: Mapping[str, str], added: str = "") -> Settings:
-    """Read the settings in PYTORCH_ALLOC_CONF, or in its older name, and those that are added to them."""
-    text = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    text = ",".join(filter(None, (text, added)))
+    """Read the settings in the environment, and those that are added to them."""
+    text = ",".join(filter(None, (settings_in(environment), added)))
     given = dict(re.findall(r"(\w+):(\w+)", text))
     split_mib, divisions = given.get("max_split_size_mb", ""), given.get("roundup_power2_divisions", "")
     return Settings(

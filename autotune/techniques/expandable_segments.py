@@ -6,18 +6,18 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from autotune.devices.allocator_settings import NEWER, OLDER, settings_in, tells_settings
 from autotune.lazy import torch
 from autotune.records.config import Choice
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Switch, UnsupportedError
 from autotune.techniques.frameworks import At, Lines, words
 
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its name before torch 2.9
 _ON = "expandable_segments:True"
 # where both are set, torch reads the older name
 _LINES = f"""
-allocator = os.environ.get("{_VARIABLES[1]}") or os.environ.get("{_VARIABLES[0]}")
+allocator = os.environ.get("{OLDER}", os.environ.get("{NEWER}"))
 allocator = ",".join(filter(None, (allocator, "{_ON}")))
-os.environ["{_VARIABLES[0]}"] = os.environ["{_VARIABLES[1]}"] = allocator
+os.environ["{NEWER}"] = os.environ["{OLDER}"] = allocator
 """.strip()
 _NO_ALLOCATOR = "the CUDA allocator works on NVIDIA GPUs only"
 
@@ -61,7 +61,7 @@ class ExpandableSegments(Switch):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the allocator's settings. Before torch 2.9 they cannot be read, and so stay as long as the process."""
+        """Restore the allocator's settings. Before torch 2.10 they cannot be read, and so stay as long as the process."""
         before = _settings()
         try:
             yield
@@ -71,15 +71,15 @@ class ExpandableSegments(Switch):
 
 
 def _settings() -> str:
-    """The allocator's settings; before torch 2.9 those of the only variable that it reads."""
-    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+    """The allocator's settings; before torch 2.10 those that the environment gave it."""
+    if tells_settings():
         return str(torch._C._accelerator_getAllocatorSettings())
-    return os.environ.get(_VARIABLES[1], "")
+    return settings_in(os.environ)
 
 
 def _set(settings: str) -> None:
     """Set the allocator to `settings` and nothing else."""
-    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+    if tells_settings():
         torch._C._accelerator_setAllocatorSettings(settings)
     else:
         torch.cuda.memory._set_allocator_settings(settings)

@@ -420,6 +420,7 @@ def test_all_techniques_share_a_script_without_two_things_of_one_name() -> None:
             {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32"},
             "max_split_size_mb:32,",
         ),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_CUDA_ALLOC_CONF": ""}, ""),
     ],
 )
 def test_the_allocators_other_settings_stay(

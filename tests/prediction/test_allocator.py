@@ -149,11 +149,11 @@ def test_freeing_what_was_allocated_before_the_trace_changes_nothing() -> None:
     assert reserved_bytes([Event(1, 100, False)]) == 0
 
 
-def test_the_environments_settings_are_read_by_either_name() -> None:
-    older = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False"}
-    assert settings_of(older) == Settings(max_split_bytes=64 * MIB)
-    newer = older | {"PYTORCH_ALLOC_CONF": "expandable_segments:True, roundup_power2_divisions:8"}
-    assert settings_of(newer) == Settings(expandable=True, divisions=8)
+def test_the_environments_settings_are_read_and_others_added() -> None:
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:False, roundup_power2_divisions:8"}
+    assert settings_of(given) == Settings(max_split_bytes=64 * MIB, divisions=8)
+    added = settings_of(given, "expandable_segments:True")
+    assert added == Settings(expandable=True, max_split_bytes=64 * MIB, divisions=8)
     assert settings_of({}) == Settings()
 
 
@@ -162,14 +162,14 @@ def test_an_expandable_segment_grows_by_what_is_missing(program: Program, monkey
     program.free(first, second)
     program.allocate(135 * MIB)
     assert program.reserved_mib == 100 + 30 + 136
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert program.reserved_mib == 140
 
 
 def test_a_hole_in_an_expandable_segment_is_used_and_its_end_found_again(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     first, second, third = (program.allocate(40 * MIB) for _ in range(3))
     program.free(second)
     program.allocate(40 * MIB)
@@ -212,7 +212,7 @@ def test_blocks_that_were_joined_are_joined_with_what_is_freed_before_them(progr
 def test_an_expandable_segment_grows_from_its_last_block_joined_with_its_end(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     program.free(program.allocate(12 * MIB))  # 8 of 20 MiB behind it are free
     program.allocate(30 * MIB)
     assert program.reserved_mib == 40
