@@ -26,6 +26,7 @@ from autotune.task import Task, load_task
 from autotune.task.adapters import begin_counting, count_step
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import WithTerms, shares_of
+from autotune.task.process_settings import apply_settings, end_switches, switching
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build, Spread
 from autotune.techniques.tensors.spread import copies_of, start_equal
@@ -341,9 +342,16 @@ class ProcessWide:
         self._undo = ExitStack()
         atexit.register(self._undo.close)  # before the interpreter takes apart what it calls
 
+    def end(self) -> None:
+        """Undo what the latest session has switched on. What the script has set itself since then stays."""
+        again = end_switches()
+        self._undo.close()
+        apply_settings(again)
+        self.choices = {}
+
     def begin(self, config: Config, techniques: Techniques) -> None:
         """Undo what the session before has switched on; the end of what `config` switches on begins here."""
-        self._undo.close()
+        self.end()
         on = techniques.switched_on(config)
         self.choices = {name: choice for name, choice in on if techniques[name].is_process_wide(choice)}
         for name in self.choices:
@@ -352,6 +360,7 @@ class ProcessWide:
     def keep(self) -> None:
         """Let what is switched on stay, whatever is prepared later: something else than a session goes on with it."""
         atexit.register(self._undo.pop_all().close)  # a context that nobody holds ends at once
+        end_switches()
 
 
 PROCESS_WIDE = ProcessWide()
@@ -402,7 +411,7 @@ def prepare(
     """Make a task ready to train with a config: exactly what a probe measures.
 
     What a config switches on for the whole process ends when the next session is prepared in it. Memory that torch's CUDA allocator
-    holds stays as it was taken, and its settings do before torch 2.9.
+    holds stays as it was taken, and its settings do before torch 2.10.
 
     Args:
         task: a task, or the path of a `model.py`.
@@ -428,7 +437,9 @@ def prepare(
         DeviceError: there is no such device, or another process of the launched world has taken it.
         UnsupportedError: a technique cannot be applied to this model on this device.
     """
-    task = task if isinstance(task, Task) else load_task(task)
+    if not isinstance(task, Task):
+        PROCESS_WIDE.end()  # the file may set the same itself
+        task = load_task(task)
     if global_batch is not None:
         task = replace(task, global_batch=global_batch)
     techniques, is_launched = find_techniques(), world is None
@@ -511,4 +522,5 @@ def _apply(build: Build, techniques: Techniques, phase: Phase) -> None:
         into_step = technique.reaches_into_step and build.task.takes_whole_steps
         if reason := REACHES_INTO_STEP if into_step else technique.conflict(build.config):
             raise UnsupportedError(f"{name}={choice}: {reason}")
-        technique.apply(build, choice)
+        with switching() if technique.is_process_wide(choice) else nullcontext():
+            technique.apply(build, choice)

@@ -13,6 +13,7 @@ from autotune.errors import ConfigError, DeviceError
 from autotune.records.config import World
 from autotune.records.inspection import Support
 from autotune.task import Task
+from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.techniques.base import Phase, Switch
 
@@ -343,6 +344,33 @@ def test_what_a_config_switches_on_for_the_process_ends_when_the_next_session_is
     torch.set_float32_matmul_precision("high")
     prepare(task_of(), {"batch_size": 4}, device="cpu")
     assert torch.get_float32_matmul_precision() == "high", "the session before had not switched it on"
+
+
+@pytest.mark.usefixtures("settings")
+def test_what_the_script_sets_itself_stays_when_the_session_ends(tmp_path):
+    prepare(task_of(), IN_TF32, device="cpu")
+    torch.set_float32_matmul_precision("medium")
+    prepare(task_of(), {"batch_size": 4}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision("highest")
+    prepare(task_of(), IN_TF32, device="cpu")
+    file = tmp_path / "model.py"
+    sets = "import torch\ntorch.set_float32_matmul_precision('high')\n"
+    file.write_text(
+        f"{sets}build_model = lambda: torch.nn.Linear(2, 2)\nmake_batch = lambda n: (torch.rand(n, 2),) * 2\n"
+    )
+    prepare(file, {"batch_size": 4}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.usefixtures("settings")
+def test_a_task_made_beside_a_session_brings_what_the_script_has_set_and_nothing_of_the_sessions_own():
+    before = TaskSource.of(task_of()).settings
+    prepare(task_of(), IN_TF32, device="cpu")
+    torch.backends.cudnn.benchmark = True
+    assert TaskSource.of(task_of()).settings == {**before, "cudnn.benchmark": True}
+    torch.set_float32_matmul_precision("medium")
+    assert TaskSource.of(task_of()).settings["float32_matmul_precision"] == "medium"
 
 
 @pytest.mark.usefixtures("settings")

@@ -7,7 +7,7 @@ How many threads torch has belongs to a machine, so it goes by the environment o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,6 +34,36 @@ def read_settings() -> dict[str, Any]:
         with contextlib.suppress(RuntimeError):
             found[name] = read()
     return found
+
+
+# by a session: the value before, None where torch did not tell it, and the one since then
+_switched: dict[str, tuple[Any, Any]] = {}
+
+
+@contextlib.contextmanager
+def switching() -> Iterator[None]:
+    """Around what a session switches: the settings are its own until `end_switches`, unless the script sets them again."""
+    before = read_settings()
+    yield
+    for name, value in read_settings().items():
+        if value != before.get(name):
+            own, _ = _switched.get(name, (before.get(name), None))
+            _switched[name] = own, value
+
+
+def own_settings() -> dict[str, Any]:
+    """As `read_settings`, with the values that the script itself has set where a session has switched them."""
+    found = read_settings()
+    own = {name: before for name, (before, since) in _switched.items() if found.get(name) == since}
+    return {name: value for name, value in {**found, **own}.items() if value is not None}
+
+
+def end_switches() -> dict[str, Any]:
+    """Take all settings for the script's own from here on. Returns those that it has set since a session switched them."""
+    found = read_settings()
+    again = {name: found[name] for name, (_, since) in _switched.items() if found.get(name, since) != since}
+    _switched.clear()
+    return again
 
 
 def apply_settings(asked: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from autotune.errors import TaskError
 from autotune.lazy import torch
 from autotune.task.held import Living, held_by
 from autotune.task.model_file import Origin, find_model_file, loaded_modules, name_of
-from autotune.task.process_settings import read_settings
+from autotune.task.process_settings import own_settings
 from autotune.task.task import Task
 from autotune.task.usercode import is_user_file
 
@@ -69,7 +69,7 @@ class TaskSource:
             if changed <= _PLAIN:
                 known: TaskSource = task.origin.source
                 return replace(known, overrides={name: getattr(task, name) for name in sorted(changed)})
-        own = {"task_name": task.name, "settings": read_settings()}
+        own = {"task_name": task.name, "settings": own_settings()}
         return TaskSource(live=replace(task, origin=None), **own, **place)  # type: ignore[arg-type]
 
     def hand_over(self, folder: Path) -> TaskSource:
