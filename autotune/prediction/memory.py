@@ -144,7 +144,8 @@ class MemoryModel:
         self._traced: _Traced | None = None
         self.traced_groups: tuple[Group, ...] = () if peaks is None else tuple(peaks.models)
         if peaks is not None:
-            line = ON_GPU if capabilities_of(peaks.target).own_allocator else ON_CPU
+            on_card = capabilities_of(peaks.target).own_allocator
+            line = ON_GPU if on_card else ON_CPU
 
             def peak_of(config: Config) -> TracedPeak | None:
                 trace = peaks.peak(config, space.techniques)
@@ -153,10 +154,13 @@ class MemoryModel:
                 more_bytes = (GATHERED_TIMES - 1) * trace.fixed_volume_bytes
                 return replace(trace, volume_bytes=round(trace.volume_bytes + more_bytes))
 
+            def outside_with_workers(config: Config) -> int:
+                return outside_of(config) + (0 if on_card else space.techniques.workers_bytes(config))
+
             traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
             if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
-                self._traced = _Traced(peak_of, line, outside_of, space, measured, failed)
+                self._traced = _Traced(peak_of, line, outside_with_workers, space, measured, failed)
         self._untraced: _Untraced | None = _Untraced(untraced_outside_of, space, measured, failed)
 
     def of_traces_alone(self) -> MemoryModel:

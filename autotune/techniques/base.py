@@ -264,6 +264,10 @@ class Technique(ABC):
         """What `choice` adds to the settings of torch's CUDA allocator (PYTORCH_ALLOC_CONF); empty for nothing."""
         return ""
 
+    def workers_bytes(self, choice: Choice) -> int:
+        """Private memory of the processes that `choice` starts beside the one that trains."""
+        return 0
+
     def num_shards(self, choice: Choice, world: World) -> int:
         """How many processes of `world` share each parameter out, so that it is gathered for every use; 1 where each has all of it."""
         return 1

@@ -12,7 +12,11 @@ from autotune.devices.linux import processors
 from autotune.records.config import Choice, Config
 from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Support, Technique
 from autotune.techniques.frameworks import Argument, At, Lines, words
-from autotune.units import plural
+from autotune.units import MIB, plural
+
+# of each worker: pages that it copied from the process it was forked from, and what a thread of that process takes to serve it. One to four
+# took 8 to 34 MiB each, of small samples in tensors, NumPy's and text; a data set that holds more in each worker is learned from probes
+WORKER_BYTES = 18 * MIB
 
 
 class LoaderOption(Technique):
@@ -64,6 +68,9 @@ class NumWorkers(LoaderOption):
         dataloader=Argument("num_workers"),
         torch=Lines({At.LOADER: "num_workers={choice}, multiprocessing_context=start_method()"}),
     )
+
+    def workers_bytes(self, choice: Choice) -> int:
+        return int(choice) * WORKER_BYTES
 
     def support(self, setting: Setting) -> Support:
         """0 and powers of two, up to the processors that this process may use; at most 1 for an iterable dataset."""

@@ -20,6 +20,7 @@ from autotune.records.inspection import Support
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.techniques import Techniques, find_techniques
+from autotune.techniques.num_workers import WORKER_BYTES
 from tests.closed_form import MIB, ClosedFormRunner, inspection, measurement
 from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughRunner
 
@@ -342,3 +343,19 @@ def test_where_nothing_is_traced_whole_gradients_are_reckoned_with_that_shards_a
         ({"parallel": "ddp", "accumulation_steps": 2}, 0),
     ):
         assert held_mib(100 * MIB, **config) == pytest.approx(held_mib(0, **config) + more_mib, abs=0.1), config
+
+
+class WithoutWorkers(NoisyPeaks):
+    """A trace does not show the processes that load data."""
+
+    def peak(self, config: Config, techniques: Techniques) -> TracedPeak:
+        return super().peak(config.replace(num_workers=0), techniques)
+
+
+def test_on_a_cpu_data_workers_are_expected_to_hold_memory_before_one_was_seen(space: Space) -> None:
+    config = next(iter(space))
+    for target, held_bytes in (("cpu", 4 * WORKER_BYTES), ("cuda", 0)):  # the host's memory is none of a card's
+        model = MemoryModel(WithoutWorkers(PROBER, target=target), OUTSIDE_BYTES, space)
+        plain, with_workers = (model.estimate(config.replace(num_workers=number)) for number in (0, 4))
+        assert plain is not None and with_workers is not None
+        assert with_workers.peak_bytes - plain.peak_bytes == held_bytes
