@@ -12,6 +12,10 @@ from autotune.units import plural
 # Each octave has the sizes 1, 1.25 and 1.5 times its start: steps of 1.2x to 1.33x, multiples of 8 from 32 on, as tensor cores want.
 _OCTAVE_QUARTERS = (4, 5, 6)
 ONE_BATCH = "no global batch is given, so every step takes one batch"
+_BATCH_STATISTICS = (
+    "batch normalisation sees one micro batch at a time: accumulation learns something else than the whole batch at once, so compare "
+    "validation results before changing accumulation_steps"
+)
 _RANGE_BELOW, _RANGE_ABOVE = 16, 64  # sizes from baseline / 16 to baseline x 64 are searched
 
 
@@ -24,6 +28,7 @@ def batch_support(
     fixed_accumulation: str = "",
     whole_step: str = "",
     coupling: Coupling | None = None,
+    moved: str = "",
 ) -> BatchSupport:
     """Which batch sizes and accumulation steps to search. Sizes divide a process's share of the global batch; without one they rise
     by about 1.25x.
@@ -34,6 +39,7 @@ def batch_support(
         fixed_accumulation: why the task's accumulation may not change; empty where it may.
         whole_step: why a step takes all of the global batch at once; empty where it may accumulate.
         coupling: whether micro batches give the gradient of the whole batch; None where that was not looked into.
+        moved: what each forward pass changes in place beside batch statistics; empty where it changes nothing.
 
     With batch normalisation the micro batch is part of what is learned: a gradient cosine of 0.33 was measured between
     micro batches of 2 and 8. Accumulating more than the baseline is then optional. Where the loss couples the samples of a
@@ -61,6 +67,15 @@ def batch_support(
         return replace(found, reason=ONE_BATCH)
     steps = divisors(global_batch)
     most = baseline.accumulation_steps
+    if moved:
+        found = replace(
+            found,
+            note=(
+                f"each forward pass of your training code changes {moved}, so that it changes once for every micro batch, and not once "
+                "for every optimizer step: set its rate (the decay of a moving average, say) for the new number of micro batches, or keep "
+                f"today's with --fix accumulation_steps={most}"
+            ),
+        )
     if fixed_accumulation:
         return replace(
             found,
@@ -79,10 +94,7 @@ def batch_support(
             f"the model has batch normalisation, so accumulating more than the baseline's {plural(most, 'micro step')} "
             "normalises over smaller batches, which changes what is learned"
         ),
-        note=(
-            "batch normalisation sees one micro batch at a time: accumulation learns something else than the whole "
-            "batch at once, so compare validation results before changing accumulation_steps"
-        ),
+        note="; ".join(filter(None, (_BATCH_STATISTICS, found.note))),
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autotune.coupling.compare import find_coupling
+from autotune.coupling.moved import moved_by_passes
 from autotune.coupling.samples import TypicalSamples
 from autotune.devices import Device, open_device
 from autotune.devices.torch_errors import attempted_bytes
@@ -87,7 +88,7 @@ def inspect_task(
     baseline = _baseline(task, techniques, facts.dataset_size, world).replace(**chosen)
     model, few = task.model(), task.batch(first.samples)
     signature = signature_of(task, model, few)
-    coupling = Coupling.unknown(not_compared) if not_compared else None
+    coupling, moved = Coupling.unknown(not_compared) if not_compared else None, ""
     if untrained is not None:
         few = untrained.inputs(few)
     else:
@@ -95,10 +96,12 @@ def inspect_task(
         if comparing_s:
             report(Progress(stage=COMPARING))
             coupling = _coupling(task, model, opened, baseline.plan_in(world), first, comparing_s)
+            if coupling is not None and not first.shortage:
+                moved = moved_by_passes(task, model, few)
             report(Progress())
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
     setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration, world)
-    batch, told = _batch_support(setting, baseline.plan_in(world), coupling)
+    batch, told = _batch_support(setting, baseline.plan_in(world), coupling, moved)
     return Inspection(
         facts=replace(facts, warnings=(*facts.warnings, *told)),
         device=info,
@@ -197,7 +200,9 @@ def _uncut(task: Task, baseline: Config, coupling: Coupling | None, dataset_size
     return baseline.replace(**{BATCH_SIZE: whole, ACCUMULATION: 1})
 
 
-def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None) -> tuple[BatchSupport, list[str]]:
+def _batch_support(
+    setting: Setting, plan: BatchPlan, coupling: Coupling | None, moved: str
+) -> tuple[BatchSupport, list[str]]:
     """Which batches may be tried, why others may not, and what the user should know of that."""
     given = setting.task.fixed_accumulation
     fixed = given if isinstance(given, str) else given(setting.model, setting.batch)
@@ -209,6 +214,7 @@ def _batch_support(setting: Setting, plan: BatchPlan, coupling: Coupling | None)
         fixed_accumulation=fixed,
         whole_step="the task's own step takes the whole global batch at once" if setting.task.takes_whole_steps else "",
         coupling=coupling,
+        moved=moved,
     )
     told = [found.warning]
     if fixed and not isinstance(given, str):  # it was found out here

@@ -38,19 +38,34 @@ def held_by(*functions: Any) -> str:
 
     Of tensors it has shapes and types, of models their `repr`, of other people's objects only the class.
     """
-    waiting, known, texts = deque(functions), dict[int, tuple[int, Any]](), list[str]()
-    while waiting and len(texts) < _MOST_ITEMS:
+    return "\n".join(text for text, _ in _walk(functions))
+
+
+def tensors_held_by(*functions: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that the user's functions hold, each with the class of the module that it belongs to, or nothing."""
+    for _, value in _walk(functions):
+        if isinstance(value, torch.nn.Module):
+            yield from ((type(value).__name__, tensor) for tensor in (*value.parameters(), *value.buffers()))
+        elif isinstance(value, torch.Tensor):
+            yield "", value
+
+
+def _walk(functions: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The values that functions hold, these included, nearest first: each as text, and itself where it is new."""
+    waiting, known = deque(functions), dict[int, tuple[int, Any]]()
+    for number in range(_MOST_ITEMS):
+        if not waiting:
+            return
         value = waiting.popleft()
         if id(value) in known:
-            texts.append(f"again {known[id(value)][0]}")
+            yield f"again {known[id(value)][0]}", None
             continue
         text, held = _open(value)
         inner = list(itertools.islice(held, _MOST_ITEMS))
         if not isinstance(value, _PLAIN):  # functions may hold each other; a value that is kept keeps its id
-            known[id(value)] = len(texts), value
-        texts.append(f"{_ADDRESS.sub('', text)} {len(inner)}")
+            known[id(value)] = number, value
         waiting.extend(inner)
-    return "\n".join(texts)
+        yield f"{_ADDRESS.sub('', text)} {len(inner)}", value
 
 
 def _open(value: Any) -> Opened:

@@ -133,3 +133,12 @@ def test_frozen_batch_norm_does_not_mind():
 def test_layer_norm_does_not_mind():
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
     assert support_of(model, 4, global_batch=4).optional_accumulation_steps == ()
+
+
+def test_what_each_micro_batch_changes_is_noted_beside_batch_norm():
+    for normalises in (False, True):
+        found = batch_support(BatchPlan(8, 2), global_batch=16, normalises=normalises, moved="teacher.weight")
+        assert "each forward pass of your training code changes teacher.weight" in found.note
+        assert "--fix accumulation_steps=2" in found.note
+        assert ("batch normalisation sees one micro batch at a time" in found.note) is normalises
+    assert not batch_support(BatchPlan(16), global_batch=None, moved="teacher.weight").note  # a step takes one batch
