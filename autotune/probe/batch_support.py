@@ -16,6 +16,11 @@ _BATCH_STATISTICS = (
     "batch normalisation sees one micro batch at a time: accumulation learns something else than the whole batch at once, so compare "
     "validation results before changing accumulation_steps"
 )
+_MOVED = (
+    "each forward pass of your training code changes {moved}, so that it changes once for every micro batch, and not once for every "
+    "optimizer step: set its rate (the decay of a moving average, say) for the new number of micro batches, or keep today's with --fix "
+    "accumulation_steps={most}"
+)
 _RANGE_BELOW, _RANGE_ABOVE = 16, 64  # sizes from baseline / 16 to baseline x 64 are searched
 
 
@@ -68,14 +73,7 @@ def batch_support(
     steps = divisors(global_batch)
     most = baseline.accumulation_steps
     if moved:
-        found = replace(
-            found,
-            note=(
-                f"each forward pass of your training code changes {moved}, so that it changes once for every micro batch, and not once "
-                "for every optimizer step: set its rate (the decay of a moving average, say) for the new number of micro batches, or keep "
-                f"today's with --fix accumulation_steps={most}"
-            ),
-        )
+        found = replace(found, note=_MOVED.format(moved=moved, most=most))
     if fixed_accumulation:
         return replace(
             found,

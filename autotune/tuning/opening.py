@@ -166,6 +166,13 @@ class Kept:
         earlier = self.earlier.asked.get("memory_limit") if self.earlier else None
         return asked if earlier is None else {"memory_limit": earlier, **asked}  # a study keeps the limit it began with
 
+    def keep_compiled(self, runner: Runner) -> None:
+        """Let the runner keep with the study what it compiles."""
+        if self.stored is None and not self.place.is_shared:
+            # of a study that was deleted: how long compiling takes is measured without it
+            shutil.rmtree(self.place.compiled, ignore_errors=True)
+        runner.keep_compiled(self.place.compiled)
+
     def facts(
         self,
         options: SearchOptions,
@@ -251,10 +258,7 @@ def open_search(
         own = techniques.complete(runner.stated.trained)
         others = {name: choice for name, choice in kept.place.trained.items() if choice != own[name]}
         kept = kept.training(others, techniques)
-        if kept.stored is None and not kept.place.is_shared:
-            # of a study that was deleted: how long compiling takes is measured without it
-            shutil.rmtree(kept.place.compiled, ignore_errors=True)
-        runner.keep_compiled(kept.place.compiled)
+        kept.keep_compiled(runner)
         known = runner.notes
         for note in (*known, *device.notes):
             listener.warn(note)
