@@ -72,8 +72,9 @@ class Halving:
         """Batches of which none is known to be too large."""
         if self._too_large[0] == math.inf:
             return batches
-        pairs = zip(batches, batches.sizes, strict=True)
-        return StepBatch(part for batch, size in pairs for part in self._fitting(batch, size))
+        pairs = enumerate(zip(batches, batches.sizes, strict=True))
+        parts = [(part, number) for number, (batch, size) in pairs for part in self._fitting(batch, size)]
+        return StepBatch((part for part, _ in parts), [number for _, number in parts])
 
     def _fitting(self, batch: Any, num_samples: int) -> Iterator[tuple[Any, int]]:
         parts = StepBatch([(batch, num_samples)])

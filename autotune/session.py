@@ -23,7 +23,7 @@ from autotune.recovery import HALVE, RAISE, Recovery
 from autotune.shares import own_samples
 from autotune.step_loader import StepLoader, micro_loader, one_by_one, without_sampler
 from autotune.task import Task, load_task
-from autotune.task.adapters import begin_counting, count_step
+from autotune.task.adapters import begin_counting, count_step, numbered
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import WithTerms, shares_of
 from autotune.task.process_settings import apply_settings, end_switches, switching
@@ -80,9 +80,9 @@ class Session:
         """Take one optimizer step on all the samples of `batch`.
 
         Where memory runs out, the step is taken again in smaller micro batches (`prepare`'s `on_oom`). It is then the step
-        that a session with those micro batches takes from the same parameters, buffers and random state. In a world of several
-        processes no step is taken again: with `on_oom="halve"` it raises in all of them, whatever has failed in one; with `"raise"` in
-        the one alone, for which the others wait.
+        that a session with those micro batches takes from the same parameters, buffers and random state; but a LightningModule is
+        told for each the number of the batch that it is a part of. In a world of several processes no step is taken again: with
+        `on_oom="halve"` it raises in all of them, whatever has failed in one; with `"raise"` in the one alone, for which the others wait.
 
         Args:
             batch: a batch of `loader`, or one like the task's own on any device, which is cut into micro batches. A batch
@@ -136,10 +136,12 @@ class Session:
         if len(micro_batches) > 1:  # of one alone no terms are counted, which would wait for the device
             shares = shares_of(list(map(self.task.weight, micro_batches, micro_batches.sizes)))
         total = torch.zeros((), device=self.device)
-        for self._position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
-            if share == 0:  # the mean over nothing is NaN, and zero times that as well
-                continue
-            total = total + self._backward(micro, share)  # in the wider of the two types
+        with numbered(self.model, micro_batches.numbers) as number:
+            for self._position, (micro, share) in enumerate(zip(micro_batches, shares, strict=True)):
+                if share == 0:  # the mean over nothing is NaN, and zero times that as well
+                    continue
+                number(self._position)
+                total = total + self._backward(micro, share)  # in the wider of the two types
         return total
 
     def _backward(self, micro_batch: Any, share: Any = 1.0) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -182,6 +182,23 @@ def count_on_from(model: Any, num_batches: int) -> None:
     """Let a LightningModule count batches on from `num_batches`."""
     if trainer := _stand_in_of(model):
         trainer.num_batches = num_batches
+
+
+@contextlib.contextmanager
+def numbered(model: Any, numbers: Sequence[int]) -> Iterator[Callable[[int], None]]:
+    """Let a LightningModule count a step's batches by `numbers`, one for each pass inside; without any, it counts the passes.
+
+    Yields what is to be told the position of the pass that comes.
+    """
+    first = counted_batches(model) if numbers else 0
+
+    def begin(position: int) -> None:
+        if numbers:
+            count_on_from(model, first + numbers[position])
+
+    yield begin
+    if numbers:
+        count_on_from(model, first + numbers[-1] + 1)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -27,12 +27,14 @@ class StepBatch(list[Any]):
 
     Attributes:
         sizes: samples of each micro batch.
+        numbers: where micro batches that did not fit were cut, the number of the one in the step that each is a part of; else empty.
     """
 
-    def __init__(self, micro_batches: Iterable[tuple[Any, int]] = ()) -> None:
+    def __init__(self, micro_batches: Iterable[tuple[Any, int]] = (), numbers: Sequence[int] = ()) -> None:
         pairs = list(micro_batches)
         super().__init__(micro for micro, _ in pairs)
         self.sizes = [size for _, size in pairs]
+        self.numbers = numbers
 
 
 class CannotCutError(Exception):

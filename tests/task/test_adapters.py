@@ -15,6 +15,7 @@ from autotune import prepare
 from autotune.errors import TaskError
 from autotune.probe.inspection import inspect_task
 from autotune.task import Task, load_task, trainer_stand_in
+from autotune.task.batches import StepBatch
 from autotune.task.facts import check_task, gather_facts
 from autotune.task.trainer_stand_in import SilentLogger
 from autotune.task.usercode import arose_in_autotune
@@ -176,7 +177,11 @@ def test_a_step_that_is_taken_again_in_halves_is_one_step_of_a_lightning_module(
     for _ in range(2):
         session.step(torch.randn(8, 4))
     seen = [seen for seen in session.model.seen if seen[0] in (4, "step")]
-    assert seen == [(4, 0, 0), (4, 1, 0), ("step", 0), (4, 2, 1), (4, 3, 1), ("step", 1)]
+    assert seen == [(4, 0, 0), (4, 0, 0), ("step", 0), (4, 1, 1), (4, 1, 1), ("step", 1)], (
+        "a half has its batch's number"
+    )
+    session.step(StepBatch([(torch.randn(8, 4), 8), (torch.randn(2, 4), 2)]))
+    assert session.model.seen[-4:] == [(4, 2, 2), (4, 2, 2), (2, 3, 2), ("step", 2)]
 
 
 def test_a_module_that_trains_can_be_copied_and_pickled_without_its_optimizer():
