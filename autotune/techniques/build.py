@@ -126,36 +126,32 @@ class Build:
 
     @contextmanager
     def tried_loss(self, batch: Any) -> Iterator[torch.Tensor]:
-        """The loss of a micro batch, which is on the CPU, as training would compute it by now. At the end buffers and random states are as
-        they were; gradients are left to the caller.
+        """The loss of a micro batch, which is on the CPU, as training would compute it by now. At the end random states, and what the pass
+        has changed of the model beside what is trained, are as they were; gradients are left to the caller.
         """
         from autotune.task.adapters import uncounted
-        from autotune.task.batches import own_elements, strided_parts, to_device
+        from autotune.task.batches import to_device
 
         device = self.device.torch_device
         with keep_randomness(device), uncounted(self.model):
-            parts = [part for buffer in self.model.buffers() for part in strided_parts(buffer)]
-            buffers = [(part, part.clone()) for part in parts]
             batch = to_device(batch, device)
             for transform in self.batch_transforms:
                 batch = transform(batch)
-            try:
+            with _unchanged(self.model):
                 with ExitStack() as stack:
                     for context in self.forward_contexts:
                         stack.enter_context(context())
                     loss = self.task.loss(self.model, batch)
                 yield loss
-            finally:
-                with torch.no_grad():
-                    for buffer, before in buffers:
-                        own = own_elements(buffer)
-                        buffer[own].copy_(before[own])
 
     def run_order(self, modules: Iterable[torch.nn.Module]) -> list[Any]:
         """As of `Setting`, by a pass of a few samples of which nothing is left. Not for a task that takes whole steps of its own."""
 
         def run() -> None:
-            with self.tried_loss(self.task.small_batch(min(FEW, self.config.batch_size))):
+            with (
+                keep_randomness(self.device.torch_device),  # of what makes the batch
+                self.tried_loss(self.task.small_batch(min(FEW, self.config.batch_size))),
+            ):
                 pass
 
         return _in_order_of_entry(modules, run)
@@ -171,6 +167,37 @@ class Build:
         found = {"modules": [names[id(module)] for module in modules]}
         self.places[technique] = {**found, **{role: names[id(module)] for role, module in one.items()}}
         return self.places[technique]
+
+
+@contextmanager
+def _unchanged(model: torch.nn.Module) -> Iterator[None]:
+    """At the end buffers, frozen parameters and the modules' own attributes are as they were: a pass may move a teacher towards what is
+    trained, or set something up by its first batch and note that it has.
+
+    Where more is frozen than trained, as below an adapter, nothing moves the frozen part.
+    """
+    from autotune.task.batches import own_elements, strided_parts
+
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    moving = frozen if sum(parameter.numel() for parameter in frozen) <= num_trained else []
+    parts = [part for tensor in (*model.buffers(), *moving) for part in strided_parts(tensor)]
+    values = [(part, part.detach().clone()) for part in parts]
+    namespaces = [space for module in model.modules() for space in (vars(module), module._buffers)]
+    attributes = [
+        (held, dict(held)) for held in namespaces if isinstance(held, dict)
+    ]  # a scripted module's buffers are none
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, before in values:
+                own = own_elements(part)
+                part[own].copy_(before[own])
+        for held, known in attributes:
+            for name in held.keys() - known.keys():
+                del held[name]
+            held.update(known)
 
 
 def _in_order_of_entry(modules: Iterable[torch.nn.Module], run: Callable[[], object]) -> list[Any]:

@@ -316,3 +316,45 @@ def test_generated_code_computes_the_same(kind: str, monkeypatch: pytest.MonkeyP
     for expected, found in zip(plain.model.parameters(), session.model.parameters(), strict=True):
         if expected.grad is not None:
             torch.testing.assert_close(found.grad.to_dense(), expected.grad.to_dense(), rtol=1e-4, atol=1e-5)
+
+
+class Moving(nn.Module):
+    """Changes in each pass a teacher, a queue and a count, and sets a buffer up by its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.teacher = nn.Linear(8, 4).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(2, 4))
+        self.register_buffer("mean", torch.zeros(8))
+        self.passes, self.is_set_up = 0, False
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        if not self.is_set_up:
+            self.mean.copy_(x.mean(0))
+            self.is_set_up = True
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.layer.weight, 0.5)
+        out: torch.Tensor = nn.functional.dropout(self.layer(x - self.mean))
+        self.queue = torch.cat([out.detach(), self.queue])[:2]
+        self.passes += 1
+        return nn.functional.cross_entropy(out, y)
+
+
+def test_the_pass_that_tells_what_training_calls_leaves_nothing_behind() -> None:
+    task = Task(
+        build_model=Moving,
+        make_batch=lambda n: (torch.randn(n, 8), torch.randint(0, 4, (n,))),
+        training_step=lambda model, batch: model.loss(batch),
+    )
+    models, draws = [], []
+    for config in ({}, ON):
+        torch.manual_seed(0)
+        models.append(prepare(task, {"batch_size": 8, **config}, device="cpu").model)
+        draws.append(torch.rand(()))
+    plain, with_it = models
+    assert compiled(with_it) == ["layer"] and draws[0] == draws[1]
+    for name, value in plain.state_dict().items():
+        assert torch.equal(with_it.state_dict()[name], value), name
+    assert (with_it.passes, with_it.is_set_up) == (0, False)
