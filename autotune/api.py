@@ -51,9 +51,9 @@ from autotune.runners.runner import Runner
 from autotune.runners.table import Table
 from autotune.space import build_space
 from autotune.study.caches import RecheckCache, TraceCache
+from autotune.study.facts import keep_recheck
 from autotune.study.place import place_of
 from autotune.study.reading import Study
-from autotune.study.store import keep_recheck
 from autotune.task import Task
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques

@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.records.study import DECIDING
 from autotune.study.reading import Study, load_study
-from autotune.study.store import connect
+from autotune.study.storage import connect
 from tests.controllers import USUAL, Controller, controllers
 from tests.postgres import Network, Server
 

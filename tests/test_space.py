@@ -9,7 +9,7 @@ from autotune.prediction.traces import plan_traces
 from autotune.records.config import World
 from autotune.records.inspection import BatchSupport, Support
 from autotune.space import SpaceExhausted, build_space, not_searched
-from autotune.study.store import distributions_of
+from autotune.study.trials import distributions_of
 from autotune.techniques import find_techniques
 from tests.closed_form import SIZES, inspection
 from tests.integrations.answers import FACTS
@@ -214,20 +214,6 @@ def test_redundant_combinations_are_left_out():
     support = support_with(num_workers=Support(choices=(0, 1)), prefetch_factor=Support(choices=(2, 4)))
     configs = list(space_of(support=support))
     assert not [config for config in configs if config["num_workers"] == 0 and config["prefetch_factor"] == 4]
-
-
-def test_distributions_do_not_change_with_what_is_left_out():
-    """Optuna refuses a categorical distribution that changes within a study."""
-    support = support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",)))
-    included = space_of(support=support, include=("amp",))
-    assert distributions_of(space_of(support=support)) == distributions_of(included)
-
-
-def test_distributions_do_not_change_with_which_choices_are_optional():
-    """Which they are depends on the budget, on what compiling was seen to take, and on the rates of the device."""
-    support = support_with(amp=Support(choices=("off", "fp16"), optional=("bf16",)))
-    usual = support_with(amp=Support(choices=("off", "bf16"), optional=("fp16",)))
-    assert distributions_of(space_of(support=support)) == distributions_of(space_of(support=usual))
 
 
 def test_a_proposal_goes_to_the_nearest_config():

@@ -12,8 +12,9 @@ from autotune.devices import open_device
 from autotune.errors import TaskError
 from autotune.prediction.job import trace_plan
 from autotune.prediction.traces import plan_traces
+from autotune.probe.finite import NonFiniteError
 from autotune.probe.inspection import inspect_task
-from autotune.probe.measure import NonFiniteError, Run
+from autotune.probe.measure import Run
 from autotune.records.config import ProbeSettings
 from autotune.runners.jobs import CheckJob, NotCompared
 from autotune.runners.local import LocalRunner

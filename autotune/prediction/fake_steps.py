@@ -33,9 +33,8 @@ from autotune.task import Task
 from autotune.task.batches import StepBatch, map_tensors, tensors
 from autotune.task.usercode import is_allocation_failure
 from autotune.techniques import Phase, Recomputation, Technique, Techniques, UnsupportedError
+from autotune.techniques.build import FEW
 from autotune.units import format_bytes, plural
-
-FEW = 2  # samples of the micro batch by which a session finds out what it needs to know
 
 
 class TraceError(Exception):

@@ -141,6 +141,7 @@ class MemoryModel:
         measured = [(config, o.measurement.long_run_peak_bytes) for config, o in probes if o.measurement is not None]
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
+        layout = Layout(TERMS, space, probed=[config for config, _ in (*measured, *failed)])
         self._traced: _Traced | None = None
         self.traced_groups: tuple[Group, ...] = () if peaks is None else tuple(peaks.models)
         if peaks is not None:
@@ -160,8 +161,8 @@ class MemoryModel:
             traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
             if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
-                self._traced = _Traced(peak_of, line, outside_with_workers, space, measured, failed)
-        self._untraced: _Untraced | None = _Untraced(untraced_outside_of, space, measured, failed)
+                self._traced = _Traced(peak_of, line, outside_with_workers, layout, measured, failed)
+        self._untraced: _Untraced | None = _Untraced(untraced_outside_of, layout, measured, failed)
 
     def of_traces_alone(self) -> MemoryModel:
         """The model that knows nothing of what was not traced."""
@@ -238,12 +239,12 @@ class _Traced:
         peak_of: Callable[[Config], TracedPeak | None],
         line: _Line,
         outside_of: OutsideOf,
-        space: Space,
+        layout: Layout,
         measured: PeakBytes,
         failed: PeakBytes,
     ) -> None:
         self._peak_of, self._line, self._outside_of = peak_of, line, outside_of
-        self._layout = Layout(TERMS, space, probed=[config for config, _ in (*measured, *failed)])
+        self._layout = layout
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
         exact = self._seen_of(measured)
         out_of_memory = [
@@ -328,14 +329,13 @@ def _least_bytes(outcome: Outcome) -> int:
 class _Untraced:
     """State and activations learned from probes alone."""
 
-    def __init__(self, outside_of: OutsideOf, space: Space, measured: PeakBytes, failed: PeakBytes) -> None:
+    def __init__(self, outside_of: OutsideOf, layout: Layout, measured: PeakBytes, failed: PeakBytes) -> None:
         self._outside_of = outside_of
         seen = [Observation(config=c, value=self._log(c, held)) for c, held in measured]
         if not seen and failed:  # a first idea of how large everything is
             config, least = min(failed, key=lambda pair: pair[1])
             seen = [Observation(config=config, value=self._log(config, least) + BEYOND, noise=BEYOND_STD)]
         self._any = bool(seen)
-        layout = Layout(TERMS, space, probed=[config for config, _ in (*measured, *failed)])
         self._model = CostModel(layout, RESIDUAL, SCALES, seen)
         for config, least in failed:
             self._model = self._model.with_bound(config, self._log(config, least))

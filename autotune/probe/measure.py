@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from statistics import median
 from typing import Any, ClassVar
 
 import torch
 
 from autotune.devices import Device
 from autotune.group import Together, gather
+from autotune.probe.compiler import num_graph_breaks, num_graphs
+from autotune.probe.finite import Losses, NonFiniteError, require_finite_gradients
 from autotune.probe.leaks import kept
 from autotune.probe.long_run import LongRun
 from autotune.probe.observers.base import Observers
 from autotune.probe.passes import MicroBatches
 from autotune.probe.timing import MIN_BLOCKS, MIN_WARMUP_STEPS, Reporter, Timing, micro_steps_per_block
 from autotune.probe.waiting import NUM_COMPARED, Ranks, RankTimes, find_copies, last_times, tell_of_each_pass
+from autotune.probe.warm_steps import WarmStep, compile_s_of, telling_steps, typical_step
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Measurement, Progress
 from autotune.session import Session
@@ -36,33 +37,6 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
-
-
-class NonFiniteError(Exception):
-    """The loss or a gradient is NaN or infinite."""
-
-
-@dataclass(frozen=True)
-class WarmStep:
-    """A warm-up step.
-
-    Attributes:
-        micro_s: seconds of one micro batch.
-        update_s: seconds of the update.
-        compiled: something was compiled in it, so it does not tell the speed.
-        num_micro: micro batches that it took.
-        is_typical: its batches are like those of training, and not the largest of them.
-    """
-
-    micro_s: float
-    update_s: float
-    compiled: bool = False
-    num_micro: int = 1
-    is_typical: bool = True
-
-    def after(self, data_s: float) -> WarmStep:
-        """The step with so many seconds of waiting for each micro batch."""
-        return replace(self, micro_s=self.micro_s + data_s)
 
 
 @dataclass
@@ -86,9 +60,7 @@ class Run:
     )
 
     def __post_init__(self) -> None:
-        self._finite = torch.ones((), dtype=torch.bool, device=self.session.device)
-        self._own_finite = self._finite.clone()  # this process's part, when the loss of all was first not finite
-        self._loss = torch.zeros((), device=self.session.device)
+        self.losses = Losses(self.session)
         self._micro_batches = MicroBatches(self.session)
         self._long_run = LongRun(self.session, self.device, self._train_without_update, self.settings.seed)
         self._graph_breaks_before, self._graphs_before = num_graph_breaks(), num_graphs()
@@ -132,13 +104,13 @@ class Run:
             warmup_s=warmup_s,
             timed_s=timed_s,
             explained_s=self.reporter.train_s - warmup_s - timed_s,
-            compile_s=self._compile_s,
+            compile_s=compile_s_of(self.warm_steps),
             num_graph_breaks=num_graph_breaks() - self._graph_breaks_before,
             num_recompilations=num_graphs() - self._first_graphs,
             phases_s=phases,
             waits_s=() if self._ranks is None else self._ranks.waits_s,
             slow_rank=None if self._ranks is None else self._ranks.slow_rank,
-            final_loss=float(self._loss),
+            final_loss=float(self.losses.last),
             skipped_steps=self._skipped_steps(),
             cut_short=cut_short,
             places=self.session.places,
@@ -181,7 +153,7 @@ class Run:
     @property
     def _small_size(self) -> int | None:
         """Samples of a small batch; None where such batches cannot be drawn, and where each might be compiled anew."""
-        return None if self._has_compiled else self._long_run.small_size(self._typical().micro_s)
+        return None if self._has_compiled else self._long_run.small_size(typical_step(self.warm_steps).micro_s)
 
     @property
     def _has_compiled(self) -> bool:
@@ -234,7 +206,7 @@ class Run:
             if self._has_taken(2) and warm and not self.warm_steps[-1].compiled:
                 break
         if is_peak_known:
-            return self._compile_s
+            return compile_s_of(self.warm_steps)
         missing = accumulation_steps - sum(step.num_micro for step in self.warm_steps)
         cycle_started_s = self.reporter.train_s
         if missing > 0:
@@ -244,11 +216,11 @@ class Run:
                 self._settled_micro_s.append(micro_s)
                 missing -= 1
             self._clock(self._update)
-        return self._compile_s
+        return compile_s_of(self.warm_steps)
 
     def _begin_in_order(self) -> None:
         """Let timing begin with the first sample of the seed's order, if the batches that come before it take little time."""
-        num_ahead, typical = self.session.loader.begin_again(self.settings.seed), self._typical()
+        num_ahead, typical = self.session.loader.begin_again(self.settings.seed), typical_step(self.warm_steps)
         if num_ahead * (typical.micro_s + typical.update_s) <= AHEAD_S:
             for _ in range(num_ahead):
                 self._warm_step(self._take(1))
@@ -267,9 +239,9 @@ class Run:
         self._tells_speed = is_typical and bool(self.warm_steps)
         self._begin_with_gradients()
         accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
-        self._require_finite_loss(self.num_steps + 1)
+        self.losses.require_finite(self.num_steps + 1)
         if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
-            self._require_finite_gradients()
+            require_finite_gradients(self.session.model, self.num_steps + 1)
         self._note_gradients()
         update_s = self._clock(self._update)
         self._observe(self._observers.sample_warmup)
@@ -282,34 +254,9 @@ class Run:
         self._long_run.look()
         look((self.reporter.num_micro_steps + self._num_met) / self.session.config.accumulation_steps)
 
-    @property
-    def _later(self) -> list[WarmStep]:
-        """The warm-up steps that tell the speed: without the first, which is cold, the largest, and those that compiled."""
-        later = [step for step in self.warm_steps[1:] if step.is_typical]
-        return [step for step in later if not step.compiled] or later
-
-    def _typical(self) -> WarmStep:
-        """The typical warm-up step."""
-        later = self._later
-        return WarmStep(median(step.micro_s for step in later), median(step.update_s for step in later))
-
     def _whole_steps_s(self) -> list[float]:
         """Seconds of a whole optimizer step, estimated from each warm-up step that tells the speed."""
-        return [self._whole_s(step) for step in self._later]
-
-    def _whole_s(self, step: WarmStep) -> float:
-        return self.session.config.accumulation_steps * step.micro_s + step.update_s
-
-    @property
-    def _compile_s(self) -> float:
-        """Seconds that the first step, and each step that compiled, took beyond a typical step of as many micro batches."""
-        typical = self._typical()
-        beyond_s = (
-            step.num_micro * (step.micro_s - typical.micro_s) + step.update_s - typical.update_s
-            for step in self.warm_steps
-            if step.compiled or step is self.warm_steps[0]
-        )
-        return sum(max(0.0, seconds) for seconds in beyond_s)
+        return [step.whole_s(self.session.config.accumulation_steps) for step in telling_steps(self.warm_steps)]
 
     def _has_taken(self, count: int) -> bool:
         """Whether the GradScaler has let so many steps through. Before the first, the optimizer has no state, and the peak is too low.
@@ -337,8 +284,8 @@ class Run:
         """
         config, blocks = self.session.config, self._timing.blocks
         data_s = self._together.largest(self._micro_batches.usual_wait_s)  # warm-up steps are clocked without it
-        typical = self._typical().after(data_s)
-        step_s = self._whole_s(typical)
+        typical = typical_step(self.warm_steps).after(data_s)
+        step_s = typical.whole_s(config.accumulation_steps)
         exact = self.settings.num_steps
         may_slice = not exact and self.session.world.size == 1
         # whole steps would be more samples than others of the play-off's round take
@@ -386,7 +333,7 @@ class Run:
                     starts=self._micro_batches.num_starts - starts_before,
                 )
                 num_whole += count
-            self._require_finite_loss(self.num_steps)
+            self.losses.require_finite(self.num_steps)
             self._observe(self._observers.sample)
             is_done = self._timing.is_done(num_whole, self._spent_s)
         self._observers.end()
@@ -406,7 +353,8 @@ class Run:
         last = self.warm_steps[-1]
         for warm in (last, *(WarmStep(micro_s, update_s) for micro_s in self._settled_micro_s)):
             step = warm.after(data_s)
-            self._timing.blocks.add(self._samples / self._whole_s(step), step.micro_s + step.update_s)
+            whole_s = step.whole_s(self.session.config.accumulation_steps)
+            self._timing.blocks.add(self._samples / whole_s, step.micro_s + step.update_s)
 
     @property
     def _spent_s(self) -> float:
@@ -440,7 +388,7 @@ class Run:
         if not self._counts(batch):
             self._clear_gradients()
         elif self.session.world.size == 1:
-            self._note(loss[0].detach())
+            self.losses.note(loss[0].detach())
         micro_s = {"data": data_s, "forward": forward_s, "backward": backward_s}
         phases = {name: seconds * accumulation_steps for name, seconds in micro_s.items()} | {
             "optimizer": self._clock(self._update)
@@ -492,9 +440,9 @@ class Run:
         takes is little beside a long micro step. Data workers that do not keep up would load meanwhile, in time that is not counted.
         """
         known = self.settings.shapes_recur
-        if not (self._long_run.shapes.recur if known is None else known) or not self._later:
+        if not (self._long_run.shapes.recur if known is None else known) or not telling_steps(self.warm_steps):
             return
-        micro_s = self._typical().micro_s
+        micro_s = typical_step(self.warm_steps).micro_s
         if micro_s > LONG_S or not self._micro_batches.surely_keep_up(micro_s):
             return
         self.device.synchronize()
@@ -507,14 +455,7 @@ class Run:
         self._met_s += time.perf_counter() - started
 
     def _accumulate(self, batch: StepBatch) -> None:
-        self._note(self.session.accumulate(batch))
-
-    def _note(self, loss: torch.Tensor) -> None:
-        """Take note of the loss of what was trained on."""
-        self._loss = loss
-        if self.session.own_loss is not None:
-            self._own_finite &= torch.isfinite(self.session.own_loss) | ~self._finite
-        self._finite &= torch.isfinite(self._loss)
+        self.losses.note(self.session.accumulate(batch))
 
     def _accumulate_part(self, batch: StepBatch) -> None:
         """Like `_accumulate`, for some micro batches of a step.
@@ -582,73 +523,3 @@ class Run:
     @property
     def _untimed_s(self) -> float:
         return self._met_s + self._micro_batches.untimed_s
-
-    def _require_finite_loss(self, num_steps: int) -> None:
-        if bool(self._finite):
-            return
-        of_ranks = ""
-        if self.session.own_loss is not None:
-            own = enumerate(gather(bool(self._own_finite)))
-            of_ranks = ",".join(f" of rank {rank}" for rank, is_finite in own if not is_finite)
-        raise NonFiniteError(f"the loss{of_ranks} was {float(self._loss)} by optimizer step {num_steps}")
-
-    def _require_finite_gradients(self) -> None:
-        for name, parameter in self.session.model.named_parameters():
-            if parameter.grad is not None and not is_finite(dense_values(parameter.grad)):
-                raise NonFiniteError(f"the gradient of {name} was not finite at optimizer step {self.num_steps + 1}")
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether all values are finite. `isfinite` makes copies as large as its input, which could set the peak; a norm makes none."""
-    return not values.numel() or bool(torch.isfinite(torch.linalg.vector_norm(values, math.inf)))
-
-
-def dense_values(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient's entries as a dense tensor; of a sparse gradient the stored entries, without merging duplicates or copying."""
-    return gradient._values() if gradient.is_sparse else gradient
-
-
-class EvaluationRun(Run):
-    """A run of forward passes, as in `Session.evaluate`, in place of training steps. The model is in evaluation mode."""
-
-    counts_starts = False
-
-    def _accumulate(self, batch: StepBatch) -> None:
-        for micro in batch:
-            self.session.evaluator.values(micro)
-
-    def _update(self) -> None:
-        self.num_steps += 1
-
-    def _phases(self) -> dict[str, float]:
-        batch = StepBatch()
-        data_s = self._clock(lambda: batch.extend(self._take(1)))
-        return {"data": data_s, "forward": self._clock(lambda: self._accumulate(batch))}
-
-
-def train_a_step(session: Session, batch: Any, num_samples: int) -> None:
-    """Take a training step, so that the optimizer's state exists, as it does when a user's training evaluates."""
-    scaler = session.scaler
-    for _ in range(MAX_SCALER_STEPS):
-        scale = 0.0 if scaler is None else scaler.get_scale()
-        session.step(StepBatch([(batch, num_samples)]))
-        if scaler is None or scaler.get_scale() >= scale:  # the step was not skipped
-            return
-
-
-def num_graphs() -> int:
-    """Number of graphs that torch's compiler has made in this process, or taken from the cache."""
-    counters = _compiler_counters()
-    return int(counters["stats"]["unique_graphs"]) if counters else 0
-
-
-def num_graph_breaks() -> int:
-    """Number of places where compiled code goes back to Python; each counts as often as it was compiled."""
-    counters = _compiler_counters()
-    return int(sum(counters["graph_break"].values())) if counters else 0
-
-
-def _compiler_counters() -> Any:
-    """The compiler's counters; None in a process that has not imported it."""
-    module: Any = sys.modules.get("torch._dynamo.utils")
-    return module.counters if module is not None else {}

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from autotune.devices import Device
-from autotune.probe.measure import Run, dense_values, is_finite
+from autotune.probe.finite import dense_values, is_finite
+from autotune.probe.measure import Run
 from autotune.probe.module_times import graph_nodes
 from autotune.randomness import seed_everything
 from autotune.records.config import Choice, ProbeSettings
@@ -178,7 +179,7 @@ class _Watch:
 
     def _end_step(self) -> None:
         gradients = (p.grad for p in self._session.model.parameters() if p.grad is not None)
-        is_harmless = bool(self._run._finite) and all(is_finite(dense_values(gradient)) for gradient in gradients)
+        is_harmless = self._run.losses.are_finite and all(is_finite(dense_values(gradient)) for gradient in gradients)
         skipped = self._session.scaler is not None and (self.found is None or self.found.phase == BACKWARD)
         if not is_harmless and not skipped:  # the update would spoil the parameters
             raise _Stop

@@ -19,7 +19,7 @@ from autotune.proposers.one_at_a_time import UndoChanges
 from autotune.records.study import Proposal
 from autotune.space import Space, SpaceExhausted
 from autotune.study.history import History
-from autotune.study.store import distributions_of
+from autotune.study.trials import distributions_of
 
 STARTUP_TRIALS = 4  # the search's own starting design comes before, so a model has something to fit at once
 PATIENCE = 12  # proposals without a gain of 1 % after which the sampler is taken to know enough

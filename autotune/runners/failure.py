@@ -23,7 +23,7 @@ def outcome_of_failure(error: BaseException, device: Device | None, stage: str, 
         device: None where the device could not be entered; memory that was short then is held by others.
     """
     from autotune.devices.torch_errors import attempted_bytes, is_out_of_memory
-    from autotune.probe.measure import NonFiniteError
+    from autotune.probe.finite import NonFiniteError
     from autotune.probe.passes import TooFewSamplesError
 
     oom = is_out_of_memory(error) if device is None else device.is_out_of_memory(error)

@@ -203,8 +203,8 @@ def _import_everything() -> None:
     import torch.utils.checkpoint
 
     import autotune.probe.checks
+    import autotune.probe.evaluation
     import autotune.probe.inspection
-    import autotune.probe.measure
     import autotune.runners.worker  # noqa: F401
     from autotune.errors import ConfigError
     from autotune.probe.observers.base import kinds

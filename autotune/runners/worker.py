@@ -396,7 +396,8 @@ def _join_others(arguments: dict[str, Any], device: Device, settings: ProbeSetti
 
 def _prepare_run(task: Task, arguments: dict[str, Any], device: Device, settings: ProbeSettings, report: Report) -> Run:
     """A run that is about to begin, of evaluation where the arguments are those of `_evaluate`."""
-    from autotune.probe.measure import EvaluationRun, Run, train_a_step
+    from autotune.probe.evaluation import EvaluationRun, train_a_step
+    from autotune.probe.measure import Run
     from autotune.recovery import RAISE
     from autotune.session import prepare
 

@@ -24,10 +24,12 @@ from autotune.records.result import Result
 from autotune.records.study import DECIDING, StudyFacts, Trial
 from autotune.study.backends import shared_backend_of
 from autotune.study.backends.base import without_password
+from autotune.study.facts import facts_of, is_only_agreed
 from autotune.study.figures import at_one_time, measured, undisturbed
 from autotune.study.history import feasible_each_time
 from autotune.study.place import DEFAULT_FOLDER, PLAY_OFF_OF, file_of, url_of
-from autotune.study.store import connect, facts_of, is_only_agreed, opening_errors, trials_of
+from autotune.study.storage import connect, opening_errors
+from autotune.study.trials import trials_of
 from autotune.techniques import Techniques, find_techniques
 
 if TYPE_CHECKING:

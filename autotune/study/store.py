@@ -19,18 +19,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.exceptions import ExperimentalWarning, OptunaError, StorageInternalError, UpdateFinishedTrialError
-from optuna.storages import BaseStorage, RDBStorage, get_storage
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import OptunaError, UpdateFinishedTrialError
+from optuna.storages import get_storage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from autotune.errors import StudyError, first_line
+from autotune.errors import StudyError
 from autotune.records.config import Config
-from autotune.records.formats import require_readable
 from autotune.records.objective import OBJECTIVES, Objective
 from autotune.records.outcome import Outcome
-from autotune.records.recheck import Recheck
 from autotune.records.study import (
     DECIDING,
     PLAY_OFF,
@@ -45,10 +43,9 @@ from autotune.records.study import (
 )
 from autotune.space import Space
 from autotune.study.backends import shared_backend_of
-from autotune.study.backends.base import without_password
+from autotune.study.facts import FORMAT, SHARED_FORMAT, agree_on_limit, facts_of, limits_beside, stored_facts
 from autotune.study.place import (
     BEAT_S,
-    GONE_AFTER_S,
     PLAY_OFF_OF,
     Place,
     begin_search,
@@ -58,63 +55,13 @@ from autotune.study.place import (
     this_process,
 )
 from autotune.study.sharing import Watch, close_trial, persistent, running_elsewhere
+from autotune.study.storage import connect, place_errors, storage_errors
+from autotune.study.trials import distributions_of, number_of, trial_of, trials_of
 
-# Format 1 called a prediction a forecast; up to format 2 the play-off was in the search's study, and an infeasible trial had the
-# worst feasible value. Both can be opened.
-FORMAT = 3
+__all__ = ["Seen", "Store", "agree_on_limit", "limits_beside", "storage_errors", "stored_facts"]
+
 CONSTRAINT = "infeasibility"
-AGREED = "limit_agreed_at_s"  # attribute: when searches agreed on the memory limit, in seconds since 1970
 SOON_S = 5.0  # what another search is about to begin counts as begun: it waits for its turn
-SHARED_FORMAT = 4  # several searches write to it, and an earlier version would end the others' trials
-
-
-def connect(url: str, **options: Any) -> BaseStorage:
-    """Optuna's storage at a URL; `options` are those of `SharedBackend.connect`, or of `RDBStorage` where searches do not share it."""
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.filterwarnings("ignore", category=ExperimentalWarning)
-    backend = shared_backend_of(url)
-    return RDBStorage(url, **options) if backend is None else backend.connect(url, **options)
-
-
-@contextlib.contextmanager
-def opening_errors(storage: str, cannot: str, expected: str) -> Iterator[None]:
-    """Explain why a storage cannot be opened.
-
-    Args:
-        storage: the storage as the user gave it.
-        cannot: what cannot be done with it, as a participle: `opened`, `read`.
-        expected: what a storage looks like.
-
-    Raises:
-        StudyError: in place of any other exception.
-    """
-    try:
-        yield
-    except StudyError:
-        raise
-    except Exception as error:  # one of SQLAlchemy's many, a missing driver, a file that is no database
-        raise StudyError(f"the storage {storage} cannot be {cannot}: {_cause(error)}; expected {expected}") from None
-
-
-def _opening(place: Place) -> contextlib.AbstractContextManager[None]:
-    expected = "a database file that nothing else locks, or a URL such as sqlite:///studies/gpt.db"
-    return opening_errors(place.storage, "opened", expected)
-
-
-@contextlib.contextmanager
-def storage_errors(place: Place) -> Iterator[None]:
-    """Explain a failure of the storage while a study is in use: a lock, a full disk, a server that is gone.
-
-    Raises:
-        StudyError: in place of the storage's own exception.
-    """
-    try:
-        yield
-    except (SQLAlchemyError, StorageInternalError) as error:
-        raise StudyError(
-            f"the study {place.study} in {place.storage} can no longer be read or written: {_cause(error)}; "
-            "check that its disk has room and that nothing else locks it, then run the same command again: it continues where it stopped"
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +102,7 @@ class Store:
         self._is_unsure = False  # whether the storage has kept what was created last
         self._freed: deque[str] = deque()
         self._objective = OBJECTIVES[facts.objective]
-        with _opening(place):
+        with place_errors(place):
             freed = {"freed": self._note_freed} if self.shared is not None else {}
             self._storage = get_storage(connect(place.url, **freed))
             with self._alone():
@@ -254,7 +201,7 @@ class Store:
     def _count(self, kept: Iterable[FrozenTrial]) -> None:
         """Take the next number above all that are taken. A search of its own gives the number of a lost trial to another one."""
         begun = [(trial, self._begun_of(trial)) for trial in kept if self._is_counted(trial)]
-        numbers = (_number(trial, about) for trial, about in begun if about.stage != DECIDING)
+        numbers = (number_of(trial, about) for trial, about in begun if about.stage != DECIDING)
         self._next_number = max(self._next_number, 1 + max(numbers, default=-1))
 
     def _begun_of(self, trial: FrozenTrial) -> BegunTrial:
@@ -374,7 +321,7 @@ class Store:
             if not is_free:
                 return None
             if left:
-                return _number(left[0], self._begun_of(left[0])), (self._study_of(proposal.stage), ids[0])
+                return number_of(left[0], self._begun_of(left[0])), (self._study_of(proposal.stage), ids[0])
         number, self._next_number = self._next_number, self._next_number + 1
         begun = BegunTrial(
             number=number,
@@ -540,160 +487,3 @@ def _is_taken(config: Config, num_known: int | None, seen: Seen) -> bool:
     """Whether another search runs a config, or has probed it since the proposer looked."""
     probed = sum(trial.config == config and not trial.in_play_off for trial in seen.trials)
     return config in seen.elsewhere or (num_known is not None and probed > num_known)
-
-
-def distributions_of(space: Space) -> dict[str, BaseDistribution]:
-    """A space in Optuna's terms: a distribution for each key with several choices to search.
-
-    The distributions cover every supported choice, also those left out of this search, because Optuna does not let a
-    categorical distribution change within a study.
-    """
-    found: dict[str, BaseDistribution] = {}
-    for name, choices in space.supported.items():
-        if name in space.ordered:
-            low, high = int(choices[0]), int(choices[-1])
-            found[name] = IntDistribution(low, high, log=low > 0)
-        else:
-            found[name] = CategoricalDistribution(choices)
-    return found
-
-
-def trials_of(trials: Iterable[FrozenTrial], known: dict[int, Trial] | None = None) -> list[Trial]:
-    """The records of the trials that are finished, in the order in which they were begun.
-
-    Args:
-        known: records by the trial's id, which are not read again; new ones are added.
-    """
-    records = {} if known is None else known
-    finished = [trial for trial in trials if trial.state is TrialState.COMPLETE]
-    for trial in finished:
-        if trial._trial_id not in records:
-            records[trial._trial_id] = trial_of(trial)
-    return sorted((records[trial._trial_id] for trial in finished), key=lambda trial: trial.number)
-
-
-def trial_of(trial: FrozenTrial) -> Trial:
-    """The record of a finished Optuna trial that `Store` wrote."""
-    begun, ended = BegunTrial.from_dict(trial.user_attrs), EndedTrial.from_dict(trial.user_attrs)
-    assert trial.value is not None  # every finished trial has one
-    return Trial(
-        number=_number(trial, begun),
-        stage=begun.stage,
-        config=Config(tuple(begun.config.items())),
-        reason=begun.reason,
-        prediction=begun.prediction,
-        round=begun.round,
-        outcome=ended.outcome,
-        feasible=ended.feasible,
-        score=trial.value,
-        disturbed=ended.disturbed,
-        started=trial.datetime_start,
-    )
-
-
-def _number(trial: FrozenTrial, begun: BegunTrial) -> int:
-    """The trial's number, counted over search and play-off together."""
-    return trial.number if begun.number is None else begun.number
-
-
-def facts_of(study: str, attributes: Mapping[str, Any]) -> StudyFacts:
-    """What a study keeps beside its trials.
-
-    Args:
-        study: the study's name and where it is kept, for messages.
-        attributes: the study's user attributes in Optuna.
-
-    Raises:
-        StudyError: a later version wrote it.
-    """
-    require_readable(f"the study {study}", attributes.get("format", 1), SHARED_FORMAT)
-    return StudyFacts.from_dict(attributes)
-
-
-def keep_recheck(url: str, study: str, recheck: Recheck) -> None:
-    """Add what a later run of the answer saw to what a study keeps. It may be written while a search writes.
-
-    Args:
-        url: the storage's.
-
-    Raises:
-        StudyError: the storage cannot be written.
-    """
-    expected = "a database that this user may write to"
-    with opening_errors(without_password(url), "written", expected), _borrowed(url) as storage:
-        kept = optuna.load_study(study_name=study, storage=storage)
-        known = facts_of(study, kept.user_attrs).rechecks
-        kept.set_user_attr("rechecks", [one.to_dict() for one in (*known, recheck)])
-
-
-def stored_facts(place: Place) -> StudyFacts | None:
-    """What an existing study keeps; None if no search has been there.
-
-    Raises:
-        StudyError: the storage cannot be opened; this call finds that out before the slow work begins.
-    """
-    if place.file is not None and not place.file.exists():
-        return None
-    with _opening(place), _borrowed(place.url) as storage, contextlib.suppress(KeyError):  # no such study
-        attributes = optuna.load_study(study_name=place.study, storage=storage).user_attrs
-        if "fingerprint" in attributes:
-            return facts_of(f"{place.study} in {place.storage}", attributes)
-    return None
-
-
-def limits_beside(place: Place) -> list[int]:
-    """The memory limits of the studies that are kept beside one, in its storage.
-
-    Raises:
-        StudyError: the storage cannot be opened.
-    """
-    with _opening(place), _borrowed(place.url) as storage:
-        kept = [study.user_attrs for study in storage.get_all_studies()]
-    return [attributes["memory_limit_bytes"] for attributes in kept if attributes.get("limited_beside") == place.name]
-
-
-def agree_on_limit(place: Place, memory_limit_bytes: int) -> int:
-    """The memory limit of a study that several searches may begin at the same instant: the first one's. It binds nobody any more once
-    `GONE_AFTER_S` seconds have passed and no search has opened the study: a model file may have failed.
-
-    Args:
-        memory_limit_bytes: what this search would take.
-
-    Raises:
-        StudyError: the storage cannot be opened.
-    """
-    backend = shared_backend_of(place.url)
-    if backend is None:
-        return memory_limit_bytes
-    with _opening(place), _borrowed(place.url) as storage, backend.alone(storage, place.study):
-        study = optuna.create_study(study_name=place.study, storage=storage, direction="maximize", load_if_exists=True)
-        known, now_s = study.user_attrs, time.time()
-        if "fingerprint" in known or now_s - known.get(AGREED, 0.0) < GONE_AFTER_S:
-            agreed: int = known["memory_limit_bytes"]
-            return agreed
-        study.set_user_attr("memory_limit_bytes", memory_limit_bytes)
-        study.set_user_attr(AGREED, now_s)  # last: a limit without it binds nobody
-        return memory_limit_bytes
-
-
-def is_only_agreed(attributes: Mapping[str, Any]) -> bool:
-    """Whether a study, by its user attributes in Optuna, has a memory limit and nothing else: no search has opened it yet."""
-    return "memory_limit_bytes" in attributes and "format" not in attributes
-
-
-@contextlib.contextmanager
-def _borrowed(url: str) -> Iterator[BaseStorage]:
-    """The storage for a moment."""
-    backend, storage = shared_backend_of(url), connect(url)
-    try:
-        yield storage
-    finally:
-        if backend is not None:
-            backend.close(storage)
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of the database's own message; Optuna's message around it speaks of invalid data."""
-    while isinstance(error, StorageInternalError) and error.__cause__ is not None:
-        error = error.__cause__
-    return first_line(getattr(error, "orig", None) or error)

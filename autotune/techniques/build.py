@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autotune.devices.base import Device
     from autotune.task import Task
 
-FEW = 2  # samples of a pass that is only tried
+FEW = 2  # samples of a pass that is only tried; a session that is only traced is prepared for as many
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autotune import prepare
-from autotune.probe.measure import train_a_step
+from autotune.probe.evaluation import train_a_step
 from autotune.task import Task
 
 

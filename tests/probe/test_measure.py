@@ -1,20 +1,19 @@
 """A probe's run in this process: what it makes of warm-up steps, scalers, and micro batches without a label."""
 
-import contextlib
 import dataclasses
-import math
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.devices import open_device
 from autotune.probe import measure, passes, timing
+from autotune.probe.compiler import num_graphs
+from autotune.probe.finite import NonFiniteError
 from autotune.probe.long_run import LongRun
-from autotune.probe.measure import NonFiniteError, Run, is_finite
+from autotune.probe.measure import Run
 from autotune.probe.passes import TooFewSamplesError
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
@@ -404,32 +403,6 @@ def test_where_it_is_known_what_a_long_run_holds_nothing_is_trained_to_find_it_o
     assert run.measure(0.0).long_run_growth_bytes == 2**30
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_value_that_is_not_finite_is_found_without_a_copy(dtype, bad):
-    values = torch.randn(3, 4, 5, 6).to(dtype).to(memory_format=torch.channels_last)
-    assert is_finite(values) and is_finite(values[:0])
-    values[2, 1, 3, 5] = bad
-    with largest_result() as largest:
-        assert not is_finite(values)
-    assert largest == [1]
-
-
-@contextlib.contextmanager
-def largest_result():
-    """Collects the number of elements of the largest tensor that any operator makes."""
-    found = [0]
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            found[0] = max(found[0], made.numel() if isinstance(made, torch.Tensor) else 0)
-            return made
-
-    with Watch():
-        yield found
-
-
 def test_what_was_timed_has_to_do_when_the_time_out_is_near():
     endless = {"interval": 1e-9, "max_timed_s": 3600.0, "min_timed_s": 3600.0}
     measured = run_of(task_of(), {"batch_size": 4}, timeout_s=0.5, **endless).measure(0.0)
@@ -469,9 +442,9 @@ class Widening(nn.Module):
 
 def test_a_warm_up_step_that_compiles_is_no_slow_step(traced_only, monkeypatch, now):
     def training_step(model, batch):
-        before = measure.num_graphs()
+        before = num_graphs()
         loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        now[0] += 0.1 + 20.0 * (measure.num_graphs() - before)
+        now[0] += 0.1 + 20.0 * (num_graphs() - before)
         for run in runs:  # none in the pass that finds out what to compile
             Widening.num_passes = 2 + (run.num_steps > 0)
         return loss

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from autotune.devices import open_device
 from autotune.probe import measure, passes
-from autotune.probe.measure import EvaluationRun, Run
+from autotune.probe.evaluation import EvaluationRun
+from autotune.probe.measure import Run
 from autotune.probe.passes import MicroBatches
 from autotune.records.config import ProbeSettings
 from autotune.session import prepare

@@ -9,8 +9,7 @@ import torch
 
 from autotune.coupling.draws import dropout_off
 from autotune.devices.cpu import CpuDevice
-from autotune.probe import measure
-from autotune.probe.measure import dense_values
+from autotune.probe import finite
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind
 from autotune.runners import worker
@@ -69,19 +68,12 @@ class Sparse(torch.nn.Module):
         return x @ self.weight
 
 
-def test_a_sparse_gradient_that_is_not_finite_is_found(sparse):
-    bag = torch.nn.EmbeddingBag(10, 4, sparse=True)
-    (bag(torch.tensor([[1, 1]])).sum() * float("inf")).backward()
-    assert bag.weight.grad.is_sparse
-    assert not torch.isfinite(dense_values(bag.weight.grad)).all()
-
-
 def test_an_exception_in_a_line_of_autotune_is_its_own_fault_and_said_so(sparse, monkeypatch):
-    monkeypatch.setattr(measure, "dense_values", lambda gradient: gradient)  # as it was: isfinite refuses sparse ones
+    monkeypatch.setattr(finite, "dense_values", lambda gradient: gradient)  # as it was: isfinite refuses sparse ones
     outcome = probe(sparse)
     assert (outcome["kind"], outcome["own_fault"]) == (Kind.ERROR, True)
     assert outcome["cause"].startswith("a fault of autotune itself: NotImplementedError: ")
-    assert "measure.py" in outcome["detail"]
+    assert "finite.py" in outcome["detail"]
 
 
 def test_an_exception_in_the_users_code_or_in_torch_called_by_it_is_not(sparse):

@@ -18,9 +18,9 @@ import pytest
 from autotune.errors import StudyError
 from autotune.records.study import BegunTrial, Owner, Proposal
 from autotune.study import place, store
+from autotune.study.facts import stored_facts
 from autotune.study.place import lock_study, place_of, shown_of
 from autotune.study.reading import load_study
-from autotune.study.store import stored_facts
 from tests.closed_form import ClosedFormRunner, make_search
 
 SERVER = "mysql+pymysql://host/autotune"

@@ -15,9 +15,9 @@ import pytest
 from autotune.errors import StudyError
 from autotune.records.measured import Dropped
 from autotune.records.outcome import Kind, Outcome
+from autotune.study.facts import agree_on_limit
 from autotune.study.place import place_of
 from autotune.study.reading import load_study
-from autotune.study.store import agree_on_limit
 from tests.closed_form import ClosedFormRunner, make_search
 from tests.report.sample_study import ANSWER, BASELINE, HEADROOM, LIMIT, RUNNER_UP, but, measured, write_study
 

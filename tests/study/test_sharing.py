@@ -22,9 +22,11 @@ from autotune.records.config import Config
 from autotune.records.study import PLAY_OFF, BegunTrial, Owner, Proposal
 from autotune.study import sharing
 from autotune.study.backends import postgres
+from autotune.study.facts import agree_on_limit
 from autotune.study.place import place_of
 from autotune.study.reading import load_study, open_to_show
-from autotune.study.store import agree_on_limit, distributions_of, storage_errors
+from autotune.study.storage import storage_errors
+from autotune.study.trials import distributions_of
 from autotune.tuning.state import Search
 from tests.closed_form import ClosedFormRunner, make_search
 from tests.postgres import PASSWORD, Network, Server, database, server
@@ -423,7 +425,7 @@ def test_an_earlier_version_is_refused_with_the_way_out(
     open_at: Callable[..., Search], database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_at(database)
-    monkeypatch.setattr("autotune.study.store.SHARED_FORMAT", 3)
+    monkeypatch.setattr("autotune.study.facts.SHARED_FORMAT", 3)
     with pytest.raises(StudyError, match=r"has format 4, this autotune reads up to 3; .*pip install --upgrade"):
         open_at(database)
 

@@ -22,9 +22,10 @@ from autotune.records.result import Result
 from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
 from autotune.report.study import study_sections
 from autotune.runners.replay import ReplayRunner
+from autotune.study.facts import agree_on_limit
 from autotune.study.place import GONE_AFTER_S, place_of
 from autotune.study.reading import load_study
-from autotune.study.store import Store, agree_on_limit, storage_errors, stored_facts
+from autotune.study.store import Store
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
 from autotune.tuning.events import Event, Listener, ProbeEnded
@@ -331,34 +332,11 @@ def test_a_limit_that_a_failed_search_has_left_in_a_shared_study_binds_none_of_t
     assert load_study(url).memory_limit_bytes == free_bytes
 
 
-def test_the_attributes_of_no_study_are_none(tmp_path: Path) -> None:
-    assert stored_facts(place_of(str(tmp_path / "none.db"), None, "none")) is None
-    assert not (tmp_path / "none.db").exists()
-
-
 def test_what_is_no_database_is_refused_before_the_model_is_imported(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("raise SystemExit('imported')")
     (tmp_path / "notes.db").write_text("not a database, but long enough to be taken for one at first sight" * 20)
     with pytest.raises(StudyError, match=r"notes\.db cannot be opened: file is not a database; expected"):
         autotune.search(tmp_path / "model.py", device="cpu", storage=str(tmp_path / "notes.db"))
-
-
-def test_a_locked_database_is_the_users_to_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = sqlite3.connect
-
-    def connect_impatiently(*args: Any, **options: Any) -> sqlite3.Connection:
-        return connect(*args, **options | {"timeout": 0.1})
-
-    monkeypatch.setattr(sqlite3.dbapi2, "connect", connect_impatiently)
-    place = place_of(str(tmp_path / "gpt.db"), None, "gpt")
-    store = Store(place, SearchFacts())
-    other = connect(tmp_path / "gpt.db")
-    other.execute("BEGIN EXCLUSIVE")
-    for use in (lambda: store.keep(no_answer="none"), lambda: Store(place, SearchFacts())):
-        with pytest.raises(StudyError) as caught, storage_errors(place):
-            use()
-        assert str(tmp_path / "gpt.db") in str(caught.value) and "database is locked" in str(caught.value)
-    other.close()
 
 
 def test_a_storage_that_breaks_in_the_middle_of_a_search_is_named(

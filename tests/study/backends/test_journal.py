@@ -16,7 +16,7 @@ from autotune.records.study import BegunTrial, Proposal
 from autotune.study import store
 from autotune.study.backends.journal import Journal
 from autotune.study.reading import load_study
-from autotune.study.store import storage_errors
+from autotune.study.storage import storage_errors
 from autotune.tuning.state import Search
 from tests.closed_form import ClosedFormRunner, make_search
 from tests.controllers import controllers
