@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autotune.cli import main
 from autotune.runners import table
 from autotune.techniques import find_techniques
 
@@ -28,15 +29,12 @@ SMALL = (
     "--include",  # a processor may only emulate bf16
     "amp",
 )
-
-
-def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "autotune", "sweep", str(TINY), "--device", "cpu", "--out", "tiny.csv", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+SWEEP = ("sweep", str(TINY), "--device", "cpu", "--out", "tiny.csv")
 
 
 def test_a_sweep_writes_its_table_and_says_what_is_in_it(tmp_path: Path) -> None:
-    done = sweep(tmp_path, *SMALL, "--max-repeats", "1")
+    command = [sys.executable, "-m", "autotune", *SWEEP, *SMALL, "--max-repeats", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tiny.csv: 2 configs, 2 probes; 2 ran, 0 of them known to within 3.0%")
     assert len(done.stderr.splitlines()) == 2 and "round 1,    0 left: batch 4 x12" in done.stderr
@@ -52,14 +50,17 @@ def test_a_sweep_writes_its_table_and_says_what_is_in_it(tmp_path: Path) -> None
         (("--interval", "300%"), "not a share"),
     ],
 )
-def test_bad_options_are_refused_with_the_next_step(tmp_path: Path, arguments: tuple[str, ...], expected: str) -> None:
-    done = sweep(tmp_path, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert expected in done.stderr and "Traceback" not in done.stderr
+def test_bad_options_are_refused_with_the_next_step(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SWEEP, *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and expected in told.err and "Traceback" not in told.err
 
 
-def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "tiny.csv").write_text("name,price\ntea,3\n")
-    done = sweep(tmp_path, *SMALL)
-    assert (done.returncode, (tmp_path / "tiny.csv").read_text()) == (2, "name,price\ntea,3\n")
-    assert "is not a recorded table: it begins with 'name,price'" in done.stderr
+def test_a_foreign_file_is_refused_and_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    table_of_prices = Path("tiny.csv")
+    table_of_prices.write_text("name,price\ntea,3\n")
+    assert main([*SWEEP, *SMALL]) == 2
+    assert table_of_prices.read_text() == "name,price\ntea,3\n"
+    assert "is not a recorded table: it begins with 'name,price'" in capsys.readouterr().err
