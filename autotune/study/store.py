@@ -43,7 +43,7 @@ from autotune.records.study import (
 )
 from autotune.space import Space
 from autotune.study.backends import shared_backend_of
-from autotune.study.facts import FORMAT, SHARED_FORMAT, agree_on_limit, facts_of, limits_beside, stored_facts
+from autotune.study.facts import FORMAT, SHARED_FORMAT, facts_of
 from autotune.study.place import (
     BEAT_S,
     PLAY_OFF_OF,
@@ -55,10 +55,8 @@ from autotune.study.place import (
     this_process,
 )
 from autotune.study.sharing import Watch, close_trial, persistent, running_elsewhere
-from autotune.study.storage import connect, place_errors, storage_errors
+from autotune.study.storage import connect, place_errors
 from autotune.study.trials import distributions_of, number_of, trial_of, trials_of
-
-__all__ = ["Seen", "Store", "agree_on_limit", "limits_beside", "storage_errors", "stored_facts"]
 
 CONSTRAINT = "infeasibility"
 SOON_S = 5.0  # what another search is about to begin counts as begun: it waits for its turn

@@ -31,10 +31,12 @@ from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
 from autotune.runners.slots import SlotsRunner
 from autotune.space import Space, build_space, not_searched, require_possible, trained_beside
+from autotune.study.facts import agree_on_limit, limits_beside, stored_facts
 from autotune.study.history import History
 from autotune.study.place import Place, lock_study, place_of, require_comparable
 from autotune.study.priors import PriorStore
-from autotune.study.store import Store, agree_on_limit, limits_beside, storage_errors, stored_facts
+from autotune.study.storage import storage_errors
+from autotune.study.store import Store
 from autotune.task.source import TaskSource
 from autotune.techniques import Techniques, find_techniques
 from autotune.tuning.budget import MIN_TIMEOUT_S, Budget
