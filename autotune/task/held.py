@@ -23,6 +23,7 @@ _PLAIN = (str, bytes, numbers.Number, PurePath, type(None), slice, range)
 _NAMESPACES = (argparse.Namespace, SimpleNamespace)
 
 Opened = tuple[str, Iterable[Any]]  # a value's own text, and the values that it holds
+Place = tuple[Any, int | str]  # where a value is held: the place of its holder, and its position or name there
 
 
 @runtime_checkable
@@ -38,34 +39,36 @@ def held_by(*functions: Any) -> str:
 
     Of tensors it has shapes and types, of models their `repr`, of other people's objects only the class.
     """
-    return "\n".join(text for text, _ in _walk(functions))
+    return "\n".join(text for _, text, _ in _walk(functions))
 
 
-def tensors_held_by(*functions: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the user's functions hold, each with the class of the module that it belongs to, or nothing."""
-    for _, value in _walk(functions):
+def tensors_held_by(*functions: Any) -> Iterator[tuple[Place, str, torch.Tensor]]:
+    """The tensors that the user's functions hold, each with its place and the class of the module that it belongs to, or nothing."""
+    for place, _, value in _walk(functions):
         if isinstance(value, torch.nn.Module):
-            yield from ((type(value).__name__, tensor) for tensor in (*value.parameters(), *value.buffers()))
+            named = itertools.chain(value.named_parameters(), value.named_buffers())
+            yield from (((place, name), type(value).__name__, tensor) for name, tensor in named)
         elif isinstance(value, torch.Tensor):
-            yield "", value
+            yield place, "", value
 
 
-def _walk(functions: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """The values that functions hold, these included, nearest first: each as text, and itself where it is new."""
-    waiting, known = deque(functions), dict[int, tuple[int, Any]]()
+def _walk(functions: Iterable[Any]) -> Iterator[tuple[Place, str, Any]]:
+    """The values that functions hold, these included, nearest first: each with its place, as text, and itself where it is new."""
+    waiting = deque[tuple[Place, Any]](((None, position), function) for position, function in enumerate(functions))
+    known = dict[int, tuple[int, Any]]()
     for number in range(_MOST_ITEMS):
         if not waiting:
             return
-        value = waiting.popleft()
+        place, value = waiting.popleft()
         if id(value) in known:
-            yield f"again {known[id(value)][0]}", None
+            yield place, f"again {known[id(value)][0]}", None
             continue
         text, held = _open(value)
         inner = list(itertools.islice(held, _MOST_ITEMS))
         if not isinstance(value, _PLAIN):  # functions may hold each other; a value that is kept keeps its id
             known[id(value)] = number, value
-        waiting.extend(inner)
-        yield f"{_ADDRESS.sub('', text)} {len(inner)}", value
+        waiting.extend(((place, position), one) for position, one in enumerate(inner))
+        yield place, f"{_ADDRESS.sub('', text)} {len(inner)}", value
 
 
 def _open(value: Any) -> Opened:

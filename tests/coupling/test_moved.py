@@ -98,6 +98,65 @@ def test_a_queue_and_a_count_are_named() -> None:
     assert moved(cross_entropy, lambda: Queue(keeps=False)) == "passes"
 
 
+QUEUE = torch.zeros(6, 5)
+
+
+def test_a_queue_outside_the_model_that_is_replaced_is_named() -> None:
+    held = torch.zeros(8, 5)
+
+    def into_global(model: nn.Module, batch: Any) -> torch.Tensor:
+        global QUEUE
+        QUEUE = torch.cat([model(batch[0]).detach(), QUEUE])[:6]
+        return cross_entropy(model, batch)
+
+    def into_closure(model: nn.Module, batch: Any) -> torch.Tensor:
+        nonlocal held
+        held = torch.cat([model(batch[0]).detach(), held])[:8]
+        return cross_entropy(model, batch)
+
+    assert moved(into_global) == "a tensor of shape (6, 5) outside the model"
+    assert moved(into_closure) == "a tensor of shape (8, 5) outside the model"
+
+
+@pytest.mark.parametrize("rows", [4, 2**20])
+def test_a_large_tensor_of_which_a_part_is_changed_is_named(rows: int) -> None:
+    held = torch.zeros(rows, 2)
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        held[1] += 1
+        return cross_entropy(model, batch)
+
+    assert moved(step) == f"a tensor of shape ({rows}, 2) outside the model"
+
+
+class WithScratch(nn.Module):
+    """Writes the same values into a buffer in each pass, some of which are no numbers, and keeps a part of what it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.kept = encoder(), torch.zeros(())
+        self.register_buffer("mask", torch.full((4, 4), torch.nan))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mask.fill_(-torch.inf).triu_(1)
+        self.mask[0, 0] = torch.nan
+        out: torch.Tensor = self.net(x)
+        self.kept = out.detach().mean()
+        return out
+
+
+def test_what_is_rewritten_with_the_same_values_is_not_named() -> None:
+    assert moved(cross_entropy, WithScratch) == ""
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """As other packages have them."""
+
+
+def test_statistics_of_a_class_derived_from_batch_normalisation_are_not_named() -> None:
+    assert moved(cross_entropy, lambda: nn.Sequential(OwnNorm(8), encoder())) == ""
+
+
 class Plain(nn.Module):
     """Draws noise, and keeps its latest activations, a constant that the first pass makes, and statistics of torch's modules."""
 
