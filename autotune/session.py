@@ -26,7 +26,7 @@ from autotune.task import Task, load_task
 from autotune.task.adapters import begin_counting, count_step, numbered
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import WithTerms, shares_of
-from autotune.task.process_settings import apply_settings, end_switches, switching
+from autotune.task.process_settings import apply_settings, as_script_has_them, end_switches, switching
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build, Spread
 from autotune.techniques.tensors.spread import copies_of, start_equal
@@ -440,8 +440,8 @@ def prepare(
         UnsupportedError: a technique cannot be applied to this model on this device.
     """
     if not isinstance(task, Task):
-        PROCESS_WIDE.end()  # the file may set the same itself
-        task = load_task(task)
+        with as_script_has_them():  # the file may set what a session has switched on
+            task = load_task(task)
     if global_batch is not None:
         task = replace(task, global_batch=global_batch)
     techniques, is_launched = find_techniques(), world is None

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from autotune import prepare
 from autotune.devices.cpu import CpuDevice
-from autotune.errors import ConfigError, DeviceError
+from autotune.errors import ConfigError, DeviceError, TaskError
 from autotune.records.config import World
 from autotune.records.inspection import Support
 from autotune.task import Task
@@ -361,6 +361,20 @@ def test_what_the_script_sets_itself_stays_when_the_session_ends(tmp_path):
     )
     prepare(file, {"batch_size": 4}, device="cpu")
     assert torch.get_float32_matmul_precision() == "high"
+
+
+@pytest.mark.usefixtures("settings")
+def test_a_file_that_cannot_be_loaded_takes_nothing_from_the_session_that_trains(tmp_path, caplog):
+    session = prepare(task_of(), IN_TF32, device="cpu")
+    file = tmp_path / "model.py"
+    file.write_text("import torch\ntorch.set_float32_matmul_precision('medium')\nbuild_model = missing\n")
+    with pytest.raises(TaskError):
+        prepare(file, {"batch_size": 4}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "high"
+    session.step(session.task.batch(4))
+    assert not caplog.records
+    prepare(task_of(), {"batch_size": 4}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.usefixtures("settings")

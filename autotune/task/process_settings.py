@@ -36,7 +36,8 @@ def read_settings() -> dict[str, Any]:
     return found
 
 
-# by a session: the value before, None where torch did not tell it, and the one since then
+_BY_SCRIPT = object()
+# by a session: the value before, None where torch did not tell it, and the one since then, or that the script has set it again
 _switched: dict[str, tuple[Any, Any]] = {}
 
 
@@ -44,11 +45,34 @@ _switched: dict[str, tuple[Any, Any]] = {}
 def switching() -> Iterator[None]:
     """Around what a session switches: the settings are its own until `end_switches`, unless the script sets them again."""
     before = read_settings()
-    yield
-    for name, value in read_settings().items():
-        if value != before.get(name):
-            own, _ = _switched.get(name, (before.get(name), None))
-            _switched[name] = own, value
+    try:
+        yield
+    finally:
+        for name, value in read_settings().items():
+            if value != before.get(name):
+                own, _ = _switched.get(name, (before.get(name), None))
+                _switched[name] = own, value
+
+
+@contextlib.contextmanager
+def as_script_has_them() -> Iterator[None]:
+    """Around code of the script's while a session goes on: inside, settings are those that the script has set. What it sets there is
+    its own from then on; the rest is the session's again, and all is where the code raises.
+    """
+    switched, own = read_settings(), own_settings()
+    apply_settings(own)
+    said = own
+    try:
+        yield
+        said = read_settings()
+    finally:
+        sets = {name: value for name, value in said.items() if value != own.get(name)}
+        apply_settings({**{name: switched[name] for name in _switched if name in switched}, **sets})
+        for name in _switched.keys() & sets.keys():
+            _switched[name] = (
+                _switched[name][0],
+                _BY_SCRIPT,
+            )  # also where it is the value that the session had switched on
 
 
 def own_settings() -> dict[str, Any]:

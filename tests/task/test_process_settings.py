@@ -14,7 +14,7 @@ import torch
 
 from autotune.task import Task, load_task
 from autotune.task.loading import load_source
-from autotune.task.process_settings import apply_settings, read_settings
+from autotune.task.process_settings import apply_settings, end_switches, own_settings, read_settings, switching
 from autotune.task.source import TaskSource
 
 BY_OPERATOR = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.9 and later
@@ -114,3 +114,17 @@ def test_a_model_file_says_itself_what_it_sets(tmp_path: Path) -> None:
     torch.set_float32_matmul_precision("highest")
     load_source(source)
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_what_a_session_had_switched_before_it_failed_is_not_the_scripts_own() -> None:
+    before = read_settings()
+
+    def fails() -> None:
+        with switching():
+            torch.backends.cudnn.benchmark = True
+            raise ValueError("it cannot be applied")
+
+    with pytest.raises(ValueError, match="cannot be applied"):
+        fails()
+    assert read_settings()["cudnn.benchmark"] and own_settings() == before
+    assert end_switches() == {} and own_settings()["cudnn.benchmark"]
