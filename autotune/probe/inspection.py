@@ -95,8 +95,10 @@ def inspect_task(
         model, few = model.to(opened.torch_device), to_device(few, opened.torch_device)
         if comparing_s:
             report(Progress(stage=COMPARING))
-            coupling, moved = _micro_batches(task, model, opened, baseline.plan_in(world), first, few, comparing_s)
+            coupling = _coupling(task, model, opened, baseline.plan_in(world), first, comparing_s)
             report(Progress())
+            if task.global_batch is not None and coupling is not None and coupling.may_be_cut and not first.shortage:
+                moved = moved_by_passes(task, model, few)
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
     setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration, world)
     batch, told = _batch_support(setting, baseline.plan_in(world), coupling, moved)
@@ -157,21 +159,6 @@ def _setting(
         calibration=Calibration.from_dict(calibration or {}),
         world=world,
     )
-
-
-def _micro_batches(
-    task: Task,
-    model: torch.nn.Module,
-    device: Device,
-    plan: BatchPlan,
-    first: FirstStep,
-    batch: Any,
-    comparing_s: float,
-) -> tuple[Coupling | None, str]:
-    """Whether micro batches learn what the whole batch does, and what each of them changes beside what is trained."""
-    coupling = _coupling(task, model, device, plan, first, comparing_s)
-    has_passes = coupling is not None and not first.shortage
-    return coupling, moved_by_passes(task, model, batch) if has_passes else ""
 
 
 def _coupling(

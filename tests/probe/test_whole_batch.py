@@ -1,5 +1,7 @@
 """What an inspection makes of a loss that couples the samples of a batch."""
 
+import traceback
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,24 @@ def test_it_is_not_looked_into_where_nobody_asks_or_a_step_is_one_unit():
     assert inspected(comparing_s=0.0).coupling is None and plan(inspected(comparing_s=0.0)) == (32, 3)
     whole = inspected(None, train_step=lambda model, optimizer, batch: info_nce(model, batch).backward())
     assert whole.coupling is None
+
+
+@pytest.mark.parametrize(("step", "make_batch"), [(cross_entropy, labelled), (info_nce, views)])
+@pytest.mark.parametrize("global_batch", [96, None])
+def test_what_passes_move_is_looked_at_where_the_batch_may_be_cut_once_the_comparison_is_told(
+    step, make_batch, global_batch
+):
+    stages, stage = [], [""]
+
+    def traced(model, batch):
+        if any(frame.name == "moved_by_passes" for frame in traceback.extract_stack()):
+            stages.append(stage[0])
+        return step(model, batch)
+
+    task = Task(build_model=encoder, training_step=traced, make_batch=make_batch, global_batch=global_batch)
+    told = {"report": lambda progress: stage.__setitem__(0, progress.stage)}
+    inspect_task(task, device="cpu", memory_limit_bytes=None, comparing_s=9.0, **told)
+    assert stages == (["setup", "setup"] if step is cross_entropy and global_batch else [])
 
 
 def test_batch_norm_keeps_its_own_sentence_unless_the_loss_couples_samples_too():
