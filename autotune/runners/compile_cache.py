@@ -19,6 +19,7 @@ import filelock
 from autotune.files import drop_oldest
 
 MOST_FILES, MOST_BYTES = 20_000, 2**30  # that are kept: the oldest go
+KEPT = "kept"  # folder in a cache
 _VIEW = "view-"
 _PASSING = (".lock", ".tmp", ".part")  # suffixes of what nobody needs later
 
@@ -26,22 +27,22 @@ _PASSING = (".lock", ".tmp", ".part")  # suffixes of what nobody needs later
 class CompileCache:
     """A folder of compiled code in the form of torch's inductor (`TORCHINDUCTOR_CACHE_DIR`).
 
-    Args:
-        folder: is made when the first view is opened.
+    Attributes:
+        folder: an absolute path; it is made when the first view is opened.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
-        self._kept = self._folder / "kept"
+        self.folder = folder.absolute()
+        self._kept = self.folder / KEPT
         self._locks: dict[Path, filelock.BaseFileLock] = {}  # of the open views
 
     def open(self) -> Path:
         """A view of all that is kept, for one process to work in. Raises OSError."""
         self._kept.mkdir(parents=True, exist_ok=True)
-        for view in self._folder.glob(f"{_VIEW}*/"):
+        for view in self.folder.glob(f"{_VIEW}*/"):
             with contextlib.suppress(filelock.Timeout), _lock_of(view):  # of a search that was killed
                 _delete(view)
-        view = self._folder / f"{_VIEW}{uuid.uuid4().hex}"
+        view = self.folder / f"{_VIEW}{uuid.uuid4().hex}"
         self._locks[view] = _lock_of(view)
         self._locks[view].acquire()
         view.mkdir()
@@ -58,6 +59,21 @@ class CompileCache:
             drop_oldest(newest_first, MOST_FILES, MOST_BYTES)
         _delete(view)
         self._locks.pop(view).release()
+
+
+def forget(folder: Path) -> None:
+    """Delete a cache, or a folder of caches, unless a process works in one of them."""
+    views = (view for below in ("", "*/") for view in folder.glob(f"{below}{_VIEW}*/"))
+    if not any(map(_is_open, views)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_open(view: Path) -> bool:
+    try:
+        with _lock_of(view):
+            return False
+    except OSError:  # a time-out among them
+        return True
 
 
 def _lock_of(view: Path) -> filelock.BaseFileLock:

@@ -15,6 +15,7 @@ from typing import Any
 
 from autotune.errors import describe_exit
 from autotune.records.outcome import COMPILING, Kind, Outcome, Progress
+from autotune.runners.compile_cache import CompileCache
 from autotune.runners.jobs import Job, TracingJob
 from autotune.runners.ranks import Part, Told, culprit, measured_together, read_ranks, waited_for
 from autotune.units import format_bytes, format_seconds
@@ -97,7 +98,8 @@ class InFlight:
     log: Path  # what the user's code prints
     channel: int  # descriptor of the named pipe, or the file, through which the worker sends messages
     on_gpu: bool  # whether it trains on a GPU, whose memory is not the host's
-    compiled: Path | None = None  # its view of what was compiled
+    cache: CompileCache | None = None  # of what it compiles
+    compiled: Path | None = None  # its view of that
     path: str = ""  # of the channel, beside which the ranks above 0 write
     num_ranks: int = 1
     part: Part | None = None  # of a world that several machines run

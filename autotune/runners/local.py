@@ -205,7 +205,8 @@ class LocalRunner(OneSlotRunner):
         self._fork = fork
         self.slow_start = ""  # why each probe starts a new interpreter, where that is so; known after entering
         self._compiled: CompileCache | None = None  # torch has one of its own
-        self._compile_cold_s: dict[tuple[str, Config], float] = {}  # of jobs by name, for which everything is compiled
+        # of jobs by the cache's folder and their name, for which everything is compiled there
+        self._compile_cold_s: dict[tuple[Path | None, str, Config], float] = {}
         self._widest: tuple[int, ...] | None = None  # of the dataset's samples; known after an inspection
         self._connection: Connection | None = None
 
@@ -250,6 +251,9 @@ class LocalRunner(OneSlotRunner):
 
     def keep_compiled(self, folder: Path) -> None:
         self._compiled = CompileCache(folder)
+        if not folder.exists():  # what was compiled there has been deleted
+            gone, known = self._compiled.folder, self._compile_cold_s
+            self._compile_cold_s = {compiled: cold_s for compiled, cold_s in known.items() if compiled[0] != gone}
 
     def meet(self, meeting: str) -> None:
         """Say at which `HOST:PORT` the ranks of the next job find those of other machines."""
@@ -263,8 +267,9 @@ class LocalRunner(OneSlotRunner):
             and isinstance(job, ConfigJob)
             and self.techniques.setup_s(job.config) > 0
         )
-        is_first = isinstance(job, MeasureJob) and (job.name, job.config) not in self._compile_cold_s
-        view = self._compiled.open() if compiles and self._compiled is not None else None
+        cache = self._compiled if compiles else None
+        is_first = isinstance(job, MeasureJob) and self._in_cache(job, cache) not in self._compile_cold_s
+        view = None if cache is None else cache.open()
         num_ranks = self._num_ranks(job)
         part = self._part if runs_together(job, self.world) else None
         request = {
@@ -287,7 +292,15 @@ class LocalRunner(OneSlotRunner):
         channel = os.open(self._channel, os.O_RDWR | os.O_NONBLOCK)
         own_memory = self._device.capabilities.own_memory
         running = InFlight(
-            stay, log, channel, on_gpu=own_memory, compiled=view, path=self._channel, num_ranks=num_ranks, part=part
+            stay,
+            log,
+            channel,
+            on_gpu=own_memory,
+            cache=cache,
+            compiled=view,
+            path=self._channel,
+            num_ranks=num_ranks,
+            part=part,
         )
         try:
             connection.send(request)
@@ -322,8 +335,8 @@ class LocalRunner(OneSlotRunner):
         running.ended_well = ended is not None and ended["exit_code"] >= 0
         if running.ended_well and isinstance(running.job, MeasureJob):
             found = result.measurement
-            job = running.job.name, running.job.config
-            cold_s = self._compile_cold_s.setdefault(job, found.compile_cold_s if found else 0.0)
+            compiled = self._in_cache(running.job, running.cache)
+            cold_s = self._compile_cold_s.setdefault(compiled, found.compile_cold_s if found else 0.0)
             if found is not None:
                 result = replace(result, measurement=replace(found, compile_cold_s=cold_s))
         self._forget(running)
@@ -374,8 +387,12 @@ class LocalRunner(OneSlotRunner):
         super()._forget(running)
 
     def _close_view(self, running: InFlight) -> None:
-        if self._compiled is not None and running.compiled is not None:
-            self._compiled.close(running.compiled, keep=running.ended_well)
+        if running.cache is not None and running.compiled is not None:
+            running.cache.close(running.compiled, keep=running.ended_well)
+
+    @staticmethod
+    def _in_cache(job: MeasureJob, cache: CompileCache | None) -> tuple[Path | None, str, Config]:
+        return (None if cache is None else cache.folder), job.name, job.config
 
     def _held(self) -> str:
         """Memory of the process that searches, which built the task and may hold a model and data, where freeing it would matter."""

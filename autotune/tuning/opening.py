@@ -6,7 +6,6 @@ A study says where the search is kept, what it must agree on with an earlier sea
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from autotune.records.inspection import Inspection
 from autotune.records.objective import OBJECTIVES
 from autotune.records.options import ONE_DEVICE, ONE_SLOT, SearchOptions
 from autotune.records.study import Fingerprint, SearchFacts, StudyFacts
+from autotune.runners.compile_cache import KEPT, forget
 from autotune.runners.jobs import InspectJob
 from autotune.runners.local import LocalRunner
 from autotune.runners.runner import Runner
@@ -170,10 +170,14 @@ class Kept:
 
     def keep_compiled(self, runner: Runner) -> None:
         """Let the runner keep with the study what it compiles."""
+        file, own = self.place.file, self.place.compiled
+        forget(own.parent / KEPT)  # all that earlier versions kept, of whichever study
         if self.stored is None and not self.place.is_shared:
             # of a study that was deleted: how long compiling takes is measured without it
-            shutil.rmtree(self.place.compiled, ignore_errors=True)
-        runner.keep_compiled(self.place.compiled)
+            forget(own)
+            if file is not None and not file.exists():  # with all its studies
+                forget(own.parent)
+        runner.keep_compiled(own)
 
     def facts(
         self,
@@ -362,7 +366,11 @@ def open_search_beside(search: Search, choice: Mapping[str, Choice], budget_s: f
             is_beside=True,
         )
         with contextlib.closing(other.store), other.tracing:
-            yield other
+            kept.keep_compiled(runner)
+            try:
+                yield other
+            finally:
+                runner.keep_compiled(own.compiled)
 
 
 def _open_over(

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from autotune.runners import compile_cache
-from autotune.runners.compile_cache import CompileCache
+from autotune.runners.compile_cache import CompileCache, forget
 
 KILLED_SEARCH = """
 import os, sys
@@ -90,6 +90,21 @@ def test_the_view_of_a_search_in_another_container_stays(cache: CompileCache, mo
     assert view.exists()
     cache.close(view, keep=False)
     assert [path.name for path in view.parent.iterdir()] == ["kept"]
+
+
+def test_caches_are_forgotten_unless_a_process_works_in_one_of_them(tmp_path: Path) -> None:
+    folder = tmp_path / "gpt.compiled"
+    one, other = CompileCache(folder / "one"), CompileCache(folder / "other")
+    view, ended = one.open(), other.open()
+    compile_into(ended, "kernel.so")
+    other.close(ended, keep=True)
+    for in_use in (folder / "one", folder):
+        forget(in_use)
+    assert view.exists() and names(folder / "other") == {"kernel.so"}
+    one.close(view, keep=True)
+    forget(folder)
+    assert not folder.exists()
+    forget(folder)
 
 
 def test_a_file_system_without_hard_links_is_copied(cache: CompileCache, monkeypatch: pytest.MonkeyPatch) -> None:

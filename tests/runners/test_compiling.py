@@ -10,6 +10,7 @@ import pytest
 from autotune.devices.cpu import CpuDevice
 from autotune.records.config import ProbeSettings
 from autotune.records.outcome import Kind, Outcome
+from autotune.runners.jobs import ProbeJob
 from autotune.runners.local import LocalRunner
 from autotune.task.source import TaskSource
 from autotune.techniques import find_techniques
@@ -76,6 +77,21 @@ def test_a_probe_finds_what_a_process_before_it_compiled_and_the_same_config_is_
     assert (again.measurement.compile_cold_s, again.compiling_s) == (first.measurement.compile_cold_s, 0.0)
     assert first.measurement.compile_s > 0 and first.measurement.num_graph_breaks == 0
     assert plain.ok and not plain.log  # there was nothing to compile
+
+
+def test_each_folder_has_what_was_compiled_for_it_and_the_time_that_this_took(tmp_path: Path) -> None:
+    with runner_of(tmp_path) as runner:
+        runner.submit(ProbeJob(config=CONFIG, settings=SETTINGS))
+        runner.keep_compiled(tmp_path / "other")
+        finished = runner.collect()
+        assert finished is not None
+        first, other = finished.result, runner.probe(CONFIG, SETTINGS)
+        runner.keep_compiled(tmp_path / "compiled")
+        again = runner.probe(CONFIG, SETTINGS)
+    assert found_in(first) == found_in(other) == ["found", "found made-0"]
+    assert found_in(again) == ["found made-0 made-1"]
+    assert other.compiling_s > 0 and other.measurement.compile_cold_s != first.measurement.compile_cold_s
+    assert (again.measurement.compile_cold_s, again.compiling_s) == (first.measurement.compile_cold_s, 0.0)
 
 
 def test_a_time_out_while_it_compiles_says_so_and_leaves_nothing_behind(

@@ -258,9 +258,22 @@ def test_a_new_study_begins_without_compiled_code_and_leaves_other_studies_their
     assert cache_of(storage, memory_limit_bytes=GIB) == first  # it goes on
     assert all((folder / "kernel.so").exists() for folder in (first, beside, another))
     assert (first / "more.so").exists()
+
+
+def test_a_new_file_begins_without_what_studies_of_a_deleted_one_have_compiled(tmp_path: Path) -> None:
+    storage = tmp_path / "closed.db"
+    first, beside = (cache_of(storage, memory_limit_bytes=limit_bytes) for limit_bytes in (GIB, 2 * GIB))
     storage.unlink()
-    assert cache_of(storage, memory_limit_bytes=GIB) == first and not (first / "more.so").exists()
-    assert (beside / "kernel.so").exists()
+    assert cache_of(storage, memory_limit_bytes=GIB) == first and (first / "kernel.so").exists()
+    assert not beside.exists()
+
+
+def test_what_earlier_versions_kept_for_all_studies_of_a_file_is_deleted(tmp_path: Path) -> None:
+    storage, old = tmp_path / "closed.db", tmp_path / "closed.compiled" / "kept"
+    for _ in range(2):  # a new study, and one that goes on
+        old.mkdir(parents=True)
+        folder = cache_of(storage)
+        assert (folder / "kernel.so").exists() and not old.exists()
 
 
 def test_where_far_less_than_the_limit_is_free_the_study_is_refused(tmp_path: Path) -> None:

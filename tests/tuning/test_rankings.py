@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,30 @@ def test_each_ranking_is_a_search_of_its_own_training(tmp_path: Path) -> None:
     assert {probe.config["variant"] for probe in study.probes} == {"base"}
     beside = load_study(tmp_path / "closed.db", study="closed variant=small")
     assert beside.result is not None and beside.result.speedup == small.speedup and not beside.result.rankings
+
+
+@dataclass(kw_only=True)
+class Compiling(Variants):
+    """Notes in which folder what a probe compiles would be kept."""
+
+    folder: Path = Path()
+    compiled: set[tuple[Any, Path]] = field(default_factory=set)
+
+    def keep_compiled(self, folder: Path) -> None:
+        self.folder = folder
+
+    def outcome_of(self, config: Any, settings: Any) -> Any:
+        self.compiled.add((config["variant"], self.folder))
+        return super().outcome_of(config, settings)
+
+
+def test_each_ranking_compiles_into_a_folder_of_its_own_study(tmp_path: Path) -> None:
+    runner = Compiling()
+    own, _ = ranked(tmp_path, "base", "small", runner=runner).rankings
+    place = place_of(str(tmp_path / "closed.db"), own.study, "closed")
+    beside = place.training({"variant": "small"}, find_techniques()).compiled
+    assert runner.compiled == {("base", place.compiled), ("small", beside)}
+    assert runner.folder == place.compiled, "the user's own search goes on"
 
 
 def test_what_is_fixed_or_excluded_is_not_ranked(tmp_path: Path) -> None:
