@@ -182,11 +182,11 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     moving = frozen if sum(parameter.numel() for parameter in frozen) <= num_trained else []
     parts = [part for tensor in (*model.buffers(), *moving) for part in strided_parts(tensor)]
-    values = [(part, part.detach().clone()) for part in parts]
+    # not on the device, where a pass of a whole micro batch may follow: memory that training does not hold is no part of its peak
+    values = [(part, part.detach().to("cpu", copy=True)) for part in parts]
     namespaces = [space for module in model.modules() for space in (vars(module), module._buffers)]
-    attributes = [
-        (held, dict(held)) for held in namespaces if isinstance(held, dict)
-    ]  # a scripted module's buffers are none
+    # a scripted module's `_buffers` is no dict
+    attributes = [(held, dict(held)) for held in namespaces if isinstance(held, dict)]
     try:
         yield
     finally:
