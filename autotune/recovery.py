@@ -74,6 +74,8 @@ class Halving:
             return batches
         pairs = enumerate(zip(batches, batches.sizes, strict=True))
         parts = [(part, number) for number, (batch, size) in pairs for part in self._fitting(batch, size)]
+        if len(parts) == len(batches):
+            return batches
         return StepBatch((part for part, _ in parts), [number for _, number in parts])
 
     def _fitting(self, batch: Any, num_samples: int) -> Iterator[tuple[Any, int]]:

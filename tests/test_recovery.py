@@ -11,6 +11,7 @@ from torch import nn
 
 from autotune import prepare
 from autotune.errors import ConfigError
+from autotune.recovery import Halving
 from autotune.task import Task
 from autotune.task.batches import StepBatch
 
@@ -167,6 +168,16 @@ def test_a_failure_to_take_note_of_a_step_does_not_fail_it(caplog):
         "should memory run out, autotune cannot take the step again: what steps change could not be noted "
         "(NotImplementedError: no copies)"
     ]
+
+
+def test_only_micro_batches_of_a_step_that_was_cut_bear_the_numbers_that_they_had():
+    halving = Halving(session_of({"batch_size": 8}).task, "micro batch", "the step is taken again")
+    large, small = (pairs(8), 8), (pairs(4), 4)
+    halving.learn(*large, MemoryError())
+    whole = StepBatch([small, small])
+    assert halving.cut(whole) is whole and not whole.numbers
+    cut = halving.cut(StepBatch([small, large]))
+    assert (cut.sizes, cut.numbers) == ([4, 4, 4], [0, 1, 1])
 
 
 def test_batches_without_tensors_are_halved_only_until_they_fit():

@@ -19,6 +19,6 @@ def num_graph_breaks() -> int:
 
 
 def _compiler_counters() -> Any:
-    """The compiler's counters; None in a process that has not imported it."""
+    """The compiler's counters; empty in a process that has not imported it."""
     module: Any = sys.modules.get("torch._dynamo.utils")
     return module.counters if module is not None else {}
