@@ -88,7 +88,7 @@ def inspect_task(
     baseline = _baseline(task, techniques, facts.dataset_size, world).replace(**chosen)
     model, few = task.model(), task.batch(first.samples)
     signature = signature_of(task, model, few)
-    coupling, moved = Coupling.unknown(not_compared) if not_compared else None, ""
+    coupling = Coupling.unknown(not_compared) if not_compared else None
     if untrained is not None:
         few = untrained.inputs(few)
     else:
@@ -97,11 +97,9 @@ def inspect_task(
             report(Progress(stage=COMPARING))
             coupling = _coupling(task, model, opened, baseline.plan_in(world), first, comparing_s)
             report(Progress())
-            if task.global_batch is not None and coupling is not None and coupling.may_be_cut and not first.shortage:
-                moved = moved_by_passes(task, model, few)
     baseline = _uncut(task, baseline, coupling, facts.dataset_size, world)
     setting = _setting(task, opened, model, few, baseline, facts.dataset_size, calibration, world)
-    batch, told = _batch_support(setting, baseline.plan_in(world), coupling, moved)
+    batch, told = _batch_support(setting, baseline.plan_in(world), coupling, has_passes=not first.shortage)
     return Inspection(
         facts=replace(facts, warnings=(*facts.warnings, *told)),
         device=info,
@@ -201,9 +199,12 @@ def _uncut(task: Task, baseline: Config, coupling: Coupling | None, dataset_size
 
 
 def _batch_support(
-    setting: Setting, plan: BatchPlan, coupling: Coupling | None, moved: str
+    setting: Setting, plan: BatchPlan, coupling: Coupling | None, *, has_passes: bool
 ) -> tuple[BatchSupport, list[str]]:
     """Which batches may be tried, why others may not, and what the user should know of that."""
+    may_cut = setting.task.global_batch is not None and coupling is not None and coupling.may_be_cut
+    # the comparison has ended, and its alarm with it: its finding is not lost to these passes
+    moved = moved_by_passes(setting.task, setting.model, setting.batch) if may_cut and has_passes else ""
     given = setting.task.fixed_accumulation
     fixed = given if isinstance(given, str) else given(setting.model, setting.batch)
     found = batch_support(
