@@ -172,7 +172,7 @@ def make_search(folder: Path, runner: ClosedFormRunner, **changes: Any) -> Searc
     )
     space, _ = build_space(found, find_techniques(), fix=options.fix)
     objective = OBJECTIVES[options.objective](
-        memory_limit_bytes=LIMIT_BYTES,
+        memory_limit_bytes=changes.pop("limit_bytes", LIMIT_BYTES),
         headroom=0.05,
         train_samples=changes.pop("train_samples", None),
     )

@@ -75,6 +75,7 @@ class Budget:
         kept_probes: number of probes for which time is kept, to undo single changes of the best config.
         check_s: how long the longest comparison with plain fp32 has taken; the next is taken to need as long.
         is_settled: whether a play-off has told all that it can of what was probed before it.
+        keeps_rounds: whether time is kept for a play-off and the checks before it.
         is_auto: whether the search ends where going on is expected to gain less than the time that it takes.
         guest_s: time kept for measuring one device beside the play-off, within a share.
         evaluation_s: time for finding the batch size for evaluation, which follows the answer; `budget_s` is without it.
@@ -94,6 +95,7 @@ class Budget:
     kept_probes: int = 0
     check_s: float = 0.0
     is_settled: bool = False
+    keeps_rounds: bool = True
     is_auto: bool = False
     guest_s: float = 0.0
     evaluation_s: float = 0.0
@@ -102,6 +104,15 @@ class Budget:
         """Keep a share of the time that is left."""
         self.evaluation_s = share * max(0.0, self.budget_s - self.elapsed_s)
         self.budget_s -= self.evaluation_s
+
+    @contextlib.contextmanager
+    def without_rounds(self) -> Iterator[None]:
+        """Keep no time for a play-off inside the block: where the baseline has won one, and nothing probed since comes near it."""
+        self.keeps_rounds = False
+        try:
+            yield
+        finally:
+            self.keeps_rounds = True
 
     def end(self) -> None:
         """Leave no time for anything more."""
@@ -131,7 +142,7 @@ class Budget:
     @property
     def _kept_for_checks_s(self) -> float:
         """Seconds kept for comparing: as long as the longest took; before the first, as long as the inspection, within a share."""
-        if not self.keeps_checks:
+        if not (self.keeps_checks and self.keeps_rounds):
             return 0.0
         return self.check_s or min(self.spent_s.get("inspection", 0.0), CHECK_SHARE * self.budget_s)
 
@@ -210,22 +221,21 @@ class Budget:
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s
         guest_s = min(self.guest_s, GUEST_SHARE * shared_s)
-        match len(history.feasible):
-            case 0:
-                expected_s, leave_s = min(self._latest_s(history)), 0.0
-            case 1 if history.space.baseline in history.feasible:
-                expected_s, leave_s = min(self._latest_s(history)), guest_s
-            case _:
-                best_s, round_s = self._lead_s(history) or (0.0, 0.0)
-                expected_s = max(expected_s, best_s)
-                has_baseline = history.space.baseline in history.feasible
-                alone_s = MIN_ROUNDS * play_off_process_s(*history.best) if history.best is not None else 0.0
-                wanted_s = WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s if has_baseline else alone_s
-                rounds_s = min(wanted_s, MAX_SHARE * shared_s)
-                rounds_s = max(rounds_s, FEWEST_ROUNDS * round_s + self._unknown_checks_s(expected_s))
-                rounds_s = max(rounds_s * (not self.is_settled), (LEAST_ROUND - (not has_baseline)) * expected_s)
-                undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
-                leave_s = rounds_s + undoing_s + guest_s
+        has_baseline = history.space.baseline in history.feasible
+        if not history.feasible:
+            expected_s, leave_s = min(self._latest_s(history)), 0.0
+        elif has_baseline and (len(history.feasible) == 1 or not self.keeps_rounds):
+            expected_s, leave_s = min(self._latest_s(history)), guest_s
+        else:
+            best_s, round_s = self._lead_s(history) or (0.0, 0.0)
+            expected_s = max(expected_s, best_s)
+            alone_s = MIN_ROUNDS * play_off_process_s(*history.best) if history.best is not None else 0.0
+            wanted_s = WANTED_ROUNDS * (MOST_FINALISTS + 1) * expected_s if has_baseline else alone_s
+            rounds_s = min(wanted_s, MAX_SHARE * shared_s)
+            rounds_s = max(rounds_s, FEWEST_ROUNDS * round_s + self._unknown_checks_s(expected_s))
+            rounds_s = max(rounds_s * (not self.is_settled), (LEAST_ROUND - (not has_baseline)) * expected_s)
+            undoing_s = min(self.kept_probes * expected_s, UNDO_SHARE * shared_s)
+            leave_s = rounds_s + undoing_s + guest_s
         return self.free_s - expected_s - leave_s
 
     @staticmethod

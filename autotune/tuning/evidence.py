@@ -1,10 +1,11 @@
 """What the play-off's figures say of two configs: one variance for all who play, and the chances that follow from it.
 
 The logarithm of a process's figure is taken as config + round + noise, with one variance for every config. It is learned
-from all pairs of equal probes, those of the search among them. A difference then has Student's distribution (Gelman et al.,
-Bayesian Data Analysis, 3rd edition, section 14.2), with the degrees of freedom that the pairs leave. A process that other
-work disturbed has a variance of its own beside that, so it weighs little where others tell more (weighted least squares,
-section 14.7 there).
+from all pairs of equal probes, those of the search among them, beside a prior: how much processes differ on machines that were
+seen. A difference is then a mixture of normal distributions, one for each variance that is plausible (Gelman et al., Bayesian Data
+Analysis, 3rd edition, sections 5.7 and 14.2; a weakly informative prior counts where there are few pairs). A process that other work
+disturbed has a variance of its own beside that, so it weighs little where others tell more (weighted least squares, section 14.7
+there).
 
 The play-off's estimate of a gain weighs everything that is known, so by itself it may be more than any process showed. Users
 are told the nearest to that estimate which was measured: each speed lies within those of its config's processes, and a gain is
@@ -29,9 +30,12 @@ Key = Hashable
 Cell = tuple[Key, int]  # a config in a round
 Range = tuple[float, float]  # least and most
 
-PRIOR_STD = 0.1  # between equal processes, before any pair was seen
-PRIOR_DF = 2.0  # degrees of freedom of that prior: it weighs as much as two pairs
-LEAST_STD = 1e-4  # of what seems to have no noise, such as memory
+# Of the standard deviation between equal processes, before any pair was seen: the likeliest, and how far its logarithm is spread below
+# and above. Ten searches of 45 s on one processor saw 0.01 to 0.28, with a median of 0.03; four of twelve on another saw 0.1 and more.
+PRIOR_STD, PRIOR_LOG_STDS = 0.08, (2.0, 1.0)
+STDS = np.exp(
+    np.linspace(math.log(1e-4), 0.0, 96)
+)  # that are told apart; what has no noise, such as memory, is at the least
 SEARCH_DF = 4.0  # of a pair of the search's figures: now and then the machine changes between them
 NORMALS, SPREADS = 160, 48  # quantiles that stand for a distribution
 SEARCH = -1  # the round that the search counts as
@@ -118,22 +122,23 @@ class Evidence:
         if not _calm(self._logs, self._unrest) and _least_squares(self._logs).df:
             self._unrest = {}  # a machine that is always disturbed: that is its noise
         self._place = {key: place for place, key in enumerate(self._logs)}
-        self._spreads: dict[frozenset[Key], tuple[float, float]] = {}  # by whose search figures count
+        self._noises: dict[frozenset[Key], Noise] = {}  # by whose search figures count
         self._fits: dict[float, _Fit] = {}  # of the play-off's figures alone, by the noise
 
     @cached_property
     def levels(self) -> dict[Key, float]:
         """The level of each config: its mean logarithm, with the mood of the machine in each round taken out."""
-        return dict(zip(self._logs, self._played(self.std).levels.tolist(), strict=True))
+        return dict(zip(self._logs, self._played(self._noise(self._searched).middle).levels.tolist(), strict=True))
 
     @cached_property
     def std(self) -> float:
-        """The standard deviation between equal processes that nothing disturbed, from all pairs."""
-        return self._spread(self._searched)[0]
+        """The standard deviation between equal processes that nothing disturbed, as it is expected to be after all pairs."""
+        return self._noise(self._searched).std
 
     def differ_by_more_than(self, log: float) -> bool:
-        """Whether equal processes were seen to differ by more than this, in standard deviations."""
-        return self.std > log and self._spread(self._searched) != (PRIOR_STD, PRIOR_DF)
+        """Whether equal processes were seen to differ, and by more than this in standard deviations rather than by less."""
+        noise = self._noise(self._searched)
+        return noise.num_pairs > 0 and noise.middle > log
 
     def _played(self, std: float) -> _Fit:
         if std not in self._fits:
@@ -144,14 +149,14 @@ class Evidence:
         """The share of the variance of `difference` that so many more rounds will tell, as least squares has it."""
         if not {a, b} <= self._logs.keys():
             return num_rounds / (num_rounds + 1)
-        scale = self._played(self.std).scale(self._place[a], self._place[b])
+        scale = self._played(self._noise(self._searched).middle).scale(self._place[a], self._place[b])
         return num_rounds / (num_rounds + 2 / scale**2) if scale else 0.0
 
-    def _spread(self, searched: Mapping[Key, Searched]) -> tuple[float, float]:
+    def _noise(self, searched: Mapping[Key, Searched]) -> Noise:
         key = frozenset(searched)
-        if key not in self._spreads:
-            self._spreads[key] = _spread_of(_calm(*self._with_the_search(searched)))
-        return self._spreads[key]
+        if key not in self._noises:
+            self._noises[key] = Noise.of(_calm(*self._with_the_search(searched)))
+        return self._noises[key]
 
     def difference(self, a: Key, b: Key) -> Distribution:
         """What is known of log `a` - log `b`.
@@ -165,8 +170,8 @@ class Evidence:
         i, j = self._place[a], self._place[b]
         found = [self._searched.get(key) for key in (a, b)]
         others = {key: seen for key, seen in self._searched.items() if None in found or key not in (a, b)}
-        std, df = self._spread(others)
-        fit, stds = self._played(std), std * np.sqrt(df / _chi_squares(df))[:, None]
+        noise = self._noise(others)
+        fit, stds = self._played(noise.middle), noise.stds[:, None]
         values = fit.levels[i] - fit.levels[j] + stds * fit.scale(i, j) * _normals()
         first, second = found
         if first is None or second is None:
@@ -180,10 +185,10 @@ class Evidence:
         unplayed = {key: self._all_searched[key] for key in (a, b) if key not in self._logs}
         played = {key: found for key, found in self._all_searched.items() if key in self._logs}
         logs, unrest = self._with_the_search(played | unplayed)
-        std, df = _spread_of(_calm(logs, unrest))
-        fit, keys = _least_squares(logs, _weights(unrest, std)), [*self._logs, *unplayed]
+        noise = Noise.of(_calm(logs, unrest))
+        fit, keys = _least_squares(logs, _weights(unrest, noise.middle)), [*self._logs, *unplayed]
         i, j = keys.index(a), keys.index(b)
-        stds = fit.scale(i, j) * std * np.sqrt(df / _chi_squares(df))[:, None]
+        stds = fit.scale(i, j) * noise.stds[:, None]
         off = stds * _normals()
         likely = np.zeros_like(off)
         for sign, found in ((1, unplayed.get(a)), (-1, unplayed.get(b))):
@@ -266,20 +271,38 @@ def _least_squares(
     return _Fit(effects[:num], np.asarray(inverse[:num, :num]), squares, df)
 
 
-def _spread_of(logs: Mapping[Key, Mapping[int, float]]) -> tuple[float, float]:
-    """The standard deviation between equal processes, and its degrees of freedom."""
-    fit = _least_squares(logs)
-    if fit.df == 0:
-        return PRIOR_STD, PRIOR_DF
-    return max(LEAST_STD, math.sqrt(fit.squares / fit.df)), float(fit.df)
+@dataclass(frozen=True)
+class Noise:
+    """What is known of the standard deviation between equal processes.
+
+    Attributes:
+        std: the root of the expected variance.
+        middle: the median of the standard deviation; `stds` are quantiles of it, of equal weight.
+        num_pairs: the degrees of freedom that were seen.
+    """
+
+    std: float
+    middle: float
+    stds: Array
+    num_pairs: int
+
+    @classmethod
+    def of(cls, logs: Mapping[Key, Mapping[int, float]]) -> Noise:
+        """From the figures of configs by round."""
+        fit = _least_squares(logs)
+        return _noise_of(fit.squares if fit.df else 0.0, fit.df)
 
 
 @lru_cache(maxsize=256)
-def _chi_squares(df: float) -> Array:
-    """Quantiles of the chi-squared distribution, of equal weight."""
-    from scipy.special import chdtri  # scipy.stats takes a second to import
-
-    return np.asarray(chdtri(df, (np.arange(SPREADS) + 0.5) / SPREADS))
+def _noise_of(squares: float, df: int) -> Noise:
+    """What so many squares of so many degrees of freedom say, after what is known beforehand."""
+    off, (calmer, noisier) = np.log(STDS / PRIOR_STD), PRIOR_LOG_STDS
+    prior = -0.5 * (off / np.where(off < 0, calmer, noisier)) ** 2
+    logs = prior - df * np.log(STDS) - 0.5 * squares / STDS**2
+    weights = np.exp(logs - logs.max())
+    up_to = (np.cumsum(weights) - 0.5 * weights) / weights.sum()
+    stds = np.exp(np.interp((np.arange(SPREADS) + 0.5) / SPREADS, up_to, np.log(STDS)))
+    return Noise(std=float(np.sqrt(np.mean(stds**2))), middle=float(np.median(stds)), stds=stds, num_pairs=df)
 
 
 @lru_cache(maxsize=1)

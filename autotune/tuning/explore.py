@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from autotune.errors import without_digits
 from autotune.proposers.base import Proposer
-from autotune.records.config import BATCH_SIZE
+from autotune.records.config import BATCH_SIZE, Config
 from autotune.records.outcome import Kind
 from autotune.records.study import BASELINE, Proposal, Traced, Trial
 from autotune.study.history import History
 from autotune.tuning import why
 from autotune.tuning.confirm import near_the_best
+from autotune.tuning.playoff import CLOSE
 from autotune.tuning.state import Search
 from autotune.tuning.together import wait_for, wait_for_others
 from autotune.tuning.trace_ahead import SLICE_S
@@ -144,11 +145,46 @@ def _compare_baseline(search: Search) -> None:
 def undo_changes(search: Search) -> None:
     """Probe the best config without the changes that gain little, then with one of its changes undone at a time.
 
-    The time that was kept for these probes is released. A simpler config that comes near the best takes part in the play-off.
+    The time that was kept for these probes is released. A simpler config that comes near the best takes part in the play-off. Where the
+    baseline comes near it, that is the simplest, and nothing is undone.
     """
+    history = search.history
+    if history.best is not None and _is_close(history, history.space.baseline):
+        return
     search.budget.kept_probes = 0
     explore(search, search.undo_changes())
     search.budget.kept_probes = UNDONE
+
+
+def _is_close(history: History, config: Config) -> bool:
+    """Whether a config that is feasible is as good as the best, but for what makes a tie in the play-off."""
+    found, objective = history.feasible.get(config), history.objective
+    if found is None or history.best is None:
+        return False
+    return objective.merit(history.best[1]) <= (1 + CLOSE) * objective.merit(found)
+
+
+def try_the_untried(search: Search) -> None:
+    """Probe what was not tried yet, however little is expected of it, where the baseline has won a play-off.
+
+    No time is kept for another one until something comes near the best, which it then has to play against.
+    """
+    with search.budget.without_rounds():
+        explore(search, _UntilOneIsNear(search.untried(), search.history))
+    explore(search, search.untried())
+
+
+class _UntilOneIsNear:
+    """Proposes what another does, until a config that was not known before comes near the best."""
+
+    def __init__(self, others: Proposer, history: History) -> None:
+        self._others, self._known = others, {*history.feasible}
+
+    def propose(self, history: History) -> Proposal | None:
+        """The other's proposal; None from then on."""
+        if {*near_the_best(history.feasible, history.objective)} <= self._known:
+            return self._others.propose(history)
+        return None
 
 
 def _may_start_another(search: Search) -> bool:
@@ -175,7 +211,8 @@ def _trace_between(search: Search) -> None:
 
 
 def _trace_the_next(search: Search) -> None:
-    """Trace what the first config after the baseline needs: the first answer is not to wait until all others are traced.
+    """Trace the baseline, and what the first config after it needs, unless that is sure to fit: the first answer is not to wait until
+    all others are traced.
 
     Which config comes next depends on what is known of its memory, so it is asked for again after each trace. Where the baseline does
     not fit, only what was traced is trusted to fit; the fastest config is traced then, or a slow one would come next.
@@ -183,13 +220,18 @@ def _trace_the_next(search: Search) -> None:
     history, tracing = search.history, search.tracing
     baseline, ends_s = history.space.baseline, tracing.wall_s + SLICE_S
     comes_next = None if history.objective.feasible(history.known[baseline]) else search.cost_model.hoped_for(history)
+
+    def needed() -> list[Config]:
+        is_sure = comes_next is not None and search.cost_model.is_sure_to_fit(history, comes_next)
+        return [baseline] if comes_next is None or is_sure else [baseline, comes_next]
+
     while not tracing.is_done and tracing.wall_s < ends_s and not search.interrupted():
-        if comes_next is None or tracing.are_traced([baseline, comes_next]):
+        if comes_next is None or tracing.are_traced(needed()):
             proposal = search.proposer().propose(history)  # by a new one: some remember what they have proposed
             comes_next = proposal.config if proposal else baseline
-        if tracing.are_traced([baseline, comes_next]):
+        if tracing.are_traced(needed()):
             return
-        tracing.advance(only=[baseline, comes_next])
+        tracing.advance(only=needed())
 
 
 def _trace_beside(search: Search) -> None:

@@ -28,6 +28,7 @@ from autotune.tuning.explore import (
     measure_baseline,
     measure_baseline_again,
     tell_of_large_batches,
+    try_the_untried,
     undo_changes,
 )
 from autotune.tuning.one_device import keep_time_for_one_device
@@ -173,7 +174,7 @@ def _explore(search: Search, proposer: Proposer, *, untried: bool) -> None:
     if not search.interrupted() and measure_baseline_again(search):
         explore(search, proposer, while_worth=True)
     if untried:
-        explore(search, search.untried())
+        try_the_untried(search)
     undo_changes(search)
 
 
@@ -190,7 +191,8 @@ def _play_off(search: Search, clearance: Clearance, last: _PlayOff | None) -> _P
     """Let the best play against the baseline; for a part of the time left where there is more to explore."""
     history = search.history
     is_first = last is None or last.all_failed
-    early = is_first and search.budget.allows_a_probe(history) and any(search.untried().left(history))
+    with search.budget.without_rounds():
+        early = is_first and search.budget.allows_a_probe(history) and any(search.untried().left(history))
     num_failed = len(history.failed_again)
     standing = confirm(search, clearance.clear, share=SHARE if early else 1.0)
     search.budget.shared_from_s = search.budget.elapsed_s

@@ -177,10 +177,30 @@ def test_as_many_finalists_play_as_the_time_is_enough_for(left_s, num):
 
 
 def test_too_little_evidence_is_undecided_and_says_what_would_do():
-    result = searched(Timed(noise=0.2, overhead_s=2.0), 30.0)
+    result = searched(Timed(noise=0.2, overhead_s=2.0), 22.0)
     assert result.verdict == "undecided" and result.config == result.baseline.config
     assert "never run: " in result.undecided and "ran beside the baseline" in result.undecided
     assert re.search(r"--budget \d+[sm] would be enough|try on a quieter machine", result.undecided)
+
+
+@pytest.mark.parametrize("overhead_s", [2.5, 3.0, 3.5])
+def test_once_the_baseline_has_won_what_was_not_tried_comes_before_further_rounds(overhead_s):
+    """Rounds of a play-off that the baseline leads tell nothing of what never ran."""
+    result = searched(Timed(noise=0.01, overhead_s=overhead_s), 45.0)
+    assert result.num_rounds >= 1 and "never run" not in result.undecided
+
+
+class Surprising(Timed):
+    """Checkpointing, of which nothing is expected, makes it faster by half."""
+
+    def samples_per_s(self, config):
+        return 150.0 if config["checkpoint_segments"] else 100.0
+
+
+@pytest.mark.parametrize("overhead_s", [1.0, 2.0])
+def test_what_nothing_was_expected_of_plays_where_it_comes_out_ahead(overhead_s):
+    result = searched(Surprising(noise=0.01, overhead_s=overhead_s), 60.0)
+    assert result.verdict == "faster" and result.config["checkpoint_segments"] and result.num_rounds >= 1
 
 
 def test_a_slow_start_leaves_the_rest_to_exploring_and_the_play_off_alike():

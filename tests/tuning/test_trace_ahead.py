@@ -29,7 +29,7 @@ from autotune.tuning.explore import explore, measure_baseline
 from autotune.tuning.search import search
 from autotune.tuning.trace_ahead import Tracing
 from autotune.units import MIB
-from tests.closed_form import ClosedFormRunner, inspection, make_search
+from tests.closed_form import LIMIT_BYTES, ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 from tests.prediction.test_traces import DEFAULT, PLAIN, fit, piece
 
@@ -133,13 +133,16 @@ class Noting(ClosedFormRunner):
         return replace(PLAIN, alone=held, beside=held)
 
 
+SCARCE_BYTES = 500 * MIB
 ALL = plan_traces(build_space(inspection(), techniques)[0].tracing(), techniques)
 
 
-def probed_in_turn(folder: Path, found: Inspection, sampler: str = "cost-model") -> list[Config | list[str]]:
+def probed_in_turn(
+    folder: Path, found: Inspection, sampler: str = "cost-model", limit_bytes: int = LIMIT_BYTES
+) -> list[Config | list[str]]:
     """The configs that a search probes, and what it traces between them."""
     runner = Noting()
-    made = make_search(folder, runner, sampler=sampler, num_trials=3, inspection=found)
+    made = make_search(folder, runner, sampler=sampler, num_trials=3, inspection=found, limit_bytes=limit_bytes)
     made.tracing = Tracing(runner, made.history.space.tracing, "cpu", None, max_s=60.0)
     made.cost_model = CostModel(lambda: made.tracing.traces, outside_bytes=200 * MIB)
     measure_baseline(made)
@@ -149,9 +152,19 @@ def probed_in_turn(folder: Path, found: Inspection, sampler: str = "cost-model")
 
 @pytest.mark.parametrize("sampler", ["cost-model", "random", "gp"])
 def test_the_first_config_after_the_baseline_waits_for_no_traces_but_its_own(tmp_path: Path, sampler: str) -> None:
-    baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection(), sampler)
+    baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection(), sampler, SCARCE_BYTES)
     assert isinstance(baseline, Config) and isinstance(second, Config)
     assert own == ALL.needed_by([baseline, second], techniques).labels()
+    assert isinstance(others, list) and {*others} == {*ALL.labels()} - {*own} != set()
+
+
+@pytest.mark.parametrize("sampler", ["cost-model", "random", "gp"])
+def test_the_first_config_after_the_baseline_does_not_wait_for_its_own_where_it_is_sure_to_fit(
+    tmp_path: Path, sampler: str
+) -> None:
+    baseline, own, second, others, _ = probed_in_turn(tmp_path, inspection(), sampler, 100 * LIMIT_BYTES)
+    assert isinstance(baseline, Config) and isinstance(second, Config)
+    assert own == ALL.needed_by([baseline], techniques).labels()
     assert isinstance(others, list) and {*others} == {*ALL.labels()} - {*own} != set()
 
 
