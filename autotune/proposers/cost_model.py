@@ -28,7 +28,7 @@ from autotune.study.history import History
 T = TypeVar("T")
 
 LIKELY = 0.5
-SURE = 0.99
+EASILY = 0.5  # of the usable memory: a config that is predicted to need no more would fit if it needed twice as much
 CLEARLY = 1.05  # times another's merit: single probes differ by some per cent
 AS_TOLD = math.log(1.25)  # two speed-ups of one config that differ by less are about the same
 ARITHMETIC = (ArithmeticError, ValueError)  # numpy's LinAlgError is a ValueError
@@ -122,10 +122,12 @@ class CostModel:
         prediction = self.predict(history, config)
         return prediction is None or prediction.chance_to_fit > LIKELY
 
-    def is_sure_to_fit(self, history: History, config: Config) -> bool:
-        """Whether a config all but certainly fits. One without a prediction does not."""
+    def fits_easily(self, history: History, config: Config) -> bool:
+        """Whether a config would fit if it needed twice as much as the most that is predicted; false without a prediction."""
         prediction = self.predict(history, config)
-        return prediction is not None and prediction.peak_bytes is not None and prediction.chance_to_fit >= SURE
+        if prediction is None or prediction.peak_high_bytes is None:
+            return False
+        return prediction.peak_high_bytes <= EASILY * history.objective.usable_bytes
 
     def may_gain(self, history: History, config: Config, name: str) -> bool:
         """Whether a config is likely to fit and its choice of technique `name` acts on more than a negligible part of the cost."""

@@ -107,7 +107,7 @@ class Budget:
 
     @contextlib.contextmanager
     def without_rounds(self) -> Iterator[None]:
-        """Keep no time for a play-off inside the block: where the baseline has won one, and nothing probed since comes near it."""
+        """Keep no time for a play-off inside the block, as where nothing but the baseline could be the answer."""
         self.keeps_rounds = False
         try:
             yield
@@ -211,12 +211,12 @@ class Budget:
     def setup_left_s(self, history: History) -> float:
         """Seconds that another probe before the play-off may take for what only some configs need, such as compiling.
 
-        As long as nothing but the baseline could be the answer, nothing is kept for a play-off, except for one device beside it, and
-        another probe is taken to need no longer than the shortest of the latest. Otherwise time is kept for the wanted rounds, up to
-        a share, and at least for one round with a config found last: one that has no time left to play was found in vain. Once a
-        play-off is settled, that one round is enough. Where no baseline runs, there is no gain to be told, and as many rounds of the
-        best alone are wanted as a play-off has at least. Where processes take long, time is kept for as many rounds of the best so
-        far as a verdict takes, and another probe is taken to need no less time than the best did.
+        As long as nothing but the baseline could be the answer, or inside `without_rounds`, nothing is kept for a play-off, except for
+        one device beside it, and another probe is taken to need no longer than the shortest of the latest. Otherwise time is kept for
+        the wanted rounds, up to a share, and at least for one round with a config found last: one that has no time left to play was
+        found in vain. Once a play-off is settled, that one round is enough. Where no baseline runs, there is no gain to be told, and as
+        many rounds of the best alone are wanted as a play-off has at least. Where processes take long, time is kept for as many rounds
+        of the best so far as a verdict takes, and another probe is taken to need no less time than the best did.
         """
         expected_s = self.expected_probe_s(history)
         shared_s = self.budget_s - self.shared_from_s

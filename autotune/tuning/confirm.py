@@ -57,13 +57,18 @@ def finalists_of(search: Search) -> list[Config]:
 
 
 def confirm(
-    search: Search, admit: Callable[[Config], bool] = lambda config: True, *, share: float = 1.0
+    search: Search,
+    admit: Callable[[Config], bool] = lambda config: True,
+    *,
+    share: float = 1.0,
+    until_ahead_by: float = math.inf,
 ) -> Standing | None:
     """Go on with the play-off of the best few and the baseline; None when no round was completed.
 
     Args:
         admit: whether a config may play.
         share: of the time left, that the play-off may take.
+        until_ahead_by: once the leader is expected to gain more than this over the baseline, as a logarithm, it may take all of it.
     """
     if search.play_off is None:
         search.play_off = _open_play_off(search)
@@ -78,14 +83,18 @@ def confirm(
         search.listener.tell(f"play-off: {plural(num, 'config')} and the baseline, in fresh processes")
     taken = (*playing, search.history.space.baseline)
     waiting = filter(admit, substitutes(ranked, search.history.objective, taken))  # lazily: to admit takes time
-    keep_s = (1 - share) * max(0.0, search.budget.free_s)
-    play_off.left_s = lambda: search.budget.free_s - keep_s
+    others_s = (1 - share) * max(0.0, search.budget.free_s)
+
+    def keep_s() -> float:
+        return others_s if play_off.ahead() <= until_ahead_by else 0.0
+
+    play_off.left_s = lambda: search.budget.free_s - keep_s()
 
     def has_time(round_s: float, number: int) -> bool:
         pays = number < MIN_ROUNDS or any(
             search.budget.is_worth(play_off.stake(num), num * round_s, search.history) for num in ROUNDS_AHEAD
         )
-        return pays and search.budget.allows_a_round(round_s + (keep_s if number else 0.0), number)
+        return pays and search.budget.allows_a_round(round_s + (keep_s() if number else 0.0), number)
 
     standing = play_off.play(
         has_time,
@@ -230,7 +239,7 @@ def _challenger(
     for config in candidates:
         if config in known or config not in history.feasible:
             continue
-        found = may_win(math.log(objective.merit(history.known[config])), best_log, evidence.std)
+        found = may_win(math.log(objective.merit(history.known[config])), best_log, evidence.middle)
         late = _entrant(search, config, found)
         has_time = search.budget.allows_a_round(FEWEST_ROUNDS * (play_off.round_s + late.wall_s), 1)
         if found is not None and has_time and admit(config):

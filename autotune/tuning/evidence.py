@@ -31,11 +31,10 @@ Cell = tuple[Key, int]  # a config in a round
 Range = tuple[float, float]  # least and most
 
 # Of the standard deviation between equal processes, before any pair was seen: the likeliest, and how far its logarithm is spread below
-# and above. Ten searches of 45 s on one processor saw 0.01 to 0.28, with a median of 0.03; four of twelve on another saw 0.1 and more.
+# and above that. So its median is 0.04, and one in eight is above 0.2. Ten searches of 45 s on one processor saw 0.01 to 0.28, with a
+# median of 0.03; four of twelve on another saw 0.1 and more.
 PRIOR_STD, PRIOR_LOG_STDS = 0.08, (2.0, 1.0)
-STDS = np.exp(
-    np.linspace(math.log(1e-4), 0.0, 96)
-)  # that are told apart; what has no noise, such as memory, is at the least
+STDS = np.exp(np.linspace(math.log(1e-4), math.log(10.0), 120))  # a grid of standard deviations
 SEARCH_DF = 4.0  # of a pair of the search's figures: now and then the machine changes between them
 NORMALS, SPREADS = 160, 48  # quantiles that stand for a distribution
 SEARCH = -1  # the round that the search counts as
@@ -128,28 +127,32 @@ class Evidence:
     @cached_property
     def levels(self) -> dict[Key, float]:
         """The level of each config: its mean logarithm, with the mood of the machine in each round taken out."""
-        return dict(zip(self._logs, self._played(self._noise(self._searched).middle).levels.tolist(), strict=True))
+        return dict(zip(self._logs, self._played(self.middle).levels.tolist(), strict=True))
 
     @cached_property
     def std(self) -> float:
         """The standard deviation between equal processes that nothing disturbed, as it is expected to be after all pairs."""
         return self._noise(self._searched).std
 
+    @property
+    def middle(self) -> float:
+        """The median of what that standard deviation may be."""
+        return self._noise(self._searched).middle
+
     def differ_by_more_than(self, log: float) -> bool:
-        """Whether equal processes were seen to differ, and by more than this in standard deviations rather than by less."""
-        noise = self._noise(self._searched)
-        return noise.num_pairs > 0 and noise.middle > log
+        """Whether equal processes were seen to differ, and that more likely than not by more than this, in standard deviations."""
+        return self._noise(self._searched).df > 0 and self.middle > log
 
     def _played(self, std: float) -> _Fit:
         if std not in self._fits:
-            self._fits[std] = _least_squares(self._logs, _weights(self._unrest, std))
+            self._fits[std] = _least_squares(self._logs, self._unrest, std)
         return self._fits[std]
 
     def share_of_rounds(self, a: Key, b: Key, num_rounds: int) -> float:
         """The share of the variance of `difference` that so many more rounds will tell, as least squares has it."""
         if not {a, b} <= self._logs.keys():
             return num_rounds / (num_rounds + 1)
-        scale = self._played(self._noise(self._searched).middle).scale(self._place[a], self._place[b])
+        scale = self._played(self.middle).scale(self._place[a], self._place[b])
         return num_rounds / (num_rounds + 2 / scale**2) if scale else 0.0
 
     def _noise(self, searched: Mapping[Key, Searched]) -> Noise:
@@ -172,7 +175,7 @@ class Evidence:
         others = {key: seen for key, seen in self._searched.items() if None in found or key not in (a, b)}
         noise = self._noise(others)
         fit, stds = self._played(noise.middle), noise.stds[:, None]
-        values = fit.levels[i] - fit.levels[j] + stds * fit.scale(i, j) * _normals()
+        values = fit.levels[i] - fit.levels[j] + fit.stds(i, j, stds) * _normals()
         first, second = found
         if first is None or second is None:
             return Distribution(values, np.ones_like(values))
@@ -186,9 +189,9 @@ class Evidence:
         played = {key: found for key, found in self._all_searched.items() if key in self._logs}
         logs, unrest = self._with_the_search(played | unplayed)
         noise = Noise.of(_calm(logs, unrest))
-        fit, keys = _least_squares(logs, _weights(unrest, noise.middle)), [*self._logs, *unplayed]
+        fit, keys = _least_squares(logs, unrest, noise.middle), [*self._logs, *unplayed]
         i, j = keys.index(a), keys.index(b)
-        stds = fit.scale(i, j) * noise.stds[:, None]
+        stds = fit.stds(i, j, noise.stds[:, None])
         off = stds * _normals()
         likely = np.zeros_like(off)
         for sign, found in ((1, unplayed.get(a)), (-1, unplayed.get(b))):
@@ -212,11 +215,6 @@ def _calm(logs: Mapping[Key, Mapping[int, float]], unrest: Mapping[Cell, float])
     return {key: values for key, values in calm.items() if values}
 
 
-def _weights(unrest: Mapping[Cell, float], std: float) -> dict[Cell, float]:
-    """The weight of each disturbed figure: the variance between equal processes over the figure's own."""
-    return {cell: std**2 / (std**2 + more**2) for cell, more in unrest.items()}
-
-
 def _likelihood(first: Searched, second: Searched, difference: Array, std: Array) -> Array:
     """The likelihood of two figures of the search, given the true difference and that each had to be above its bar.
 
@@ -238,37 +236,45 @@ class _Fit:
     """Least squares of config + round.
 
     Attributes:
-        covariance: of the levels, in units of the variance between equal processes that nothing disturbed.
+        coefficients: of each figure in each level, which is linear in them.
+        unrest: how far a disturbance may have moved each figure, as a standard deviation.
         squares: the sum of squares that is left over, with its degrees of freedom `df`.
     """
 
     levels: Array
-    covariance: Array
+    coefficients: Array
+    unrest: Array
     squares: float
     df: int
 
     def scale(self, i: int, j: int) -> float:
-        """The standard deviation of the difference between two levels, in units of that between equal processes."""
-        covariance = self.covariance
-        return math.sqrt(max(0.0, covariance[i, i] + covariance[j, j] - 2 * covariance[i, j]))
+        """The standard deviation of the difference between two levels, in units of that between equal processes, disturbances apart."""
+        return float(np.linalg.norm(self.coefficients[i] - self.coefficients[j]))
+
+    def stds(self, i: int, j: int, noise: Array) -> Array:
+        """The standard deviation of that difference where equal processes differ by `noise`, disturbances included."""
+        disturbed = np.sum(((self.coefficients[i] - self.coefficients[j]) * self.unrest) ** 2)
+        return np.asarray(np.sqrt((noise * self.scale(i, j)) ** 2 + disturbed))
 
 
 def _least_squares(
-    logs: Mapping[Key, Mapping[int, float]], weights: Mapping[Cell, float] = MappingProxyType({})
+    logs: Mapping[Key, Mapping[int, float]], unrest: Mapping[Cell, float] = MappingProxyType({}), std: float = 1.0
 ) -> _Fit:
+    """Fit figures that weigh by their variances: that between equal processes, `std` squared, and what disturbances add."""
     rounds = sorted({number for values in logs.values() for number in values})
     cells = [(key, i, rounds.index(n), n) for i, (key, values) in enumerate(logs.items()) for n in values]
     design = np.zeros((len(cells), len(logs) + len(rounds)))
     for row, (_, i, place, _) in enumerate(cells):
         design[row, i] = design[row, len(logs) + place] = 1.0
     figures = np.array([logs[key][n] for key, _, _, n in cells])
-    weight = np.array([weights.get((key, n), 1.0) for key, _, _, n in cells])
-    inverse = np.linalg.pinv(design.T * weight @ design, hermitian=True)
-    effects = inverse @ (design.T * weight @ figures)
+    more = np.array([unrest.get((key, n), 0.0) for key, _, _, n in cells])
+    weight = std**2 / (std**2 + more**2)
+    coefficients = np.linalg.pinv(design.T * weight @ design, hermitian=True) @ (design.T * weight)
+    effects = coefficients @ figures
     squares = float(np.sum(weight * (figures - design @ effects) ** 2))
     num = len(logs)
     df = len(cells) - int(np.linalg.matrix_rank(design)) if cells else 0
-    return _Fit(effects[:num], np.asarray(inverse[:num, :num]), squares, df)
+    return _Fit(effects[:num], np.asarray(coefficients[:num]), more, squares, df)
 
 
 @dataclass(frozen=True)
@@ -278,13 +284,13 @@ class Noise:
     Attributes:
         std: the root of the expected variance.
         middle: the median of the standard deviation; `stds` are quantiles of it, of equal weight.
-        num_pairs: the degrees of freedom that were seen.
+        df: the degrees of freedom that were seen.
     """
 
     std: float
     middle: float
     stds: Array
-    num_pairs: int
+    df: int
 
     @classmethod
     def of(cls, logs: Mapping[Key, Mapping[int, float]]) -> Noise:
@@ -302,7 +308,7 @@ def _noise_of(squares: float, df: int) -> Noise:
     weights = np.exp(logs - logs.max())
     up_to = (np.cumsum(weights) - 0.5 * weights) / weights.sum()
     stds = np.exp(np.interp((np.arange(SPREADS) + 0.5) / SPREADS, up_to, np.log(STDS)))
-    return Noise(std=float(np.sqrt(np.mean(stds**2))), middle=float(np.median(stds)), stds=stds, num_pairs=df)
+    return Noise(std=float(np.sqrt(np.mean(stds**2))), middle=float(np.median(stds)), stds=stds, df=df)
 
 
 @lru_cache(maxsize=1)

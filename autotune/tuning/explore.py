@@ -9,7 +9,7 @@ from autotune.records.outcome import Kind
 from autotune.records.study import BASELINE, Proposal, Traced, Trial
 from autotune.study.history import History
 from autotune.tuning import why
-from autotune.tuning.confirm import near_the_best
+from autotune.tuning.confirm import NEAR_BEST, near_the_best
 from autotune.tuning.playoff import CLOSE
 from autotune.tuning.state import Search
 from autotune.tuning.together import wait_for, wait_for_others
@@ -145,33 +145,28 @@ def _compare_baseline(search: Search) -> None:
 def undo_changes(search: Search) -> None:
     """Probe the best config without the changes that gain little, then with one of its changes undone at a time.
 
-    The time that was kept for these probes is released. A simpler config that comes near the best takes part in the play-off. Where the
-    baseline comes near it, that is the simplest, and nothing is undone.
+    The time that was kept for these probes is released. A simpler config that comes near the best takes part in the play-off.
     """
-    history = search.history
-    if history.best is not None and _is_close(history, history.space.baseline):
-        return
     search.budget.kept_probes = 0
     explore(search, search.undo_changes())
     search.budget.kept_probes = UNDONE
 
 
-def _is_close(history: History, config: Config) -> bool:
-    """Whether a config that is feasible is as good as the best, but for what makes a tie in the play-off."""
+def is_close_to_the_best(history: History, config: Config) -> bool:
+    """Whether a config is feasible and within `CLOSE` of the best: the play-off takes the simpler of two such."""
     found, objective = history.feasible.get(config), history.objective
     if found is None or history.best is None:
         return False
     return objective.merit(history.best[1]) <= (1 + CLOSE) * objective.merit(found)
 
 
-def try_the_untried(search: Search) -> None:
-    """Probe what was not tried yet, however little is expected of it, where the baseline has won a play-off.
+def explore_untried(search: Search) -> None:
+    """Probe what was not tried yet, however little is expected of it, until something comes near the best.
 
-    No time is kept for another one until something comes near the best, which it then has to play against.
+    No time is kept for a play-off meanwhile: it could only tell once more what it has told.
     """
     with search.budget.without_rounds():
         explore(search, _UntilOneIsNear(search.untried(), search.history))
-    explore(search, search.untried())
 
 
 class _UntilOneIsNear:
@@ -182,9 +177,11 @@ class _UntilOneIsNear:
 
     def propose(self, history: History) -> Proposal | None:
         """The other's proposal; None from then on."""
-        if {*near_the_best(history.feasible, history.objective)} <= self._known:
-            return self._others.propose(history)
-        return None
+        merits = {config: history.objective.merit(outcome) for config, outcome in history.feasible.items()}
+        near = NEAR_BEST * max(merits.values(), default=0.0)
+        if any(merit >= near and config not in self._known for config, merit in merits.items()):
+            return None
+        return self._others.propose(history)
 
 
 def _may_start_another(search: Search) -> bool:
@@ -211,8 +208,8 @@ def _trace_between(search: Search) -> None:
 
 
 def _trace_the_next(search: Search) -> None:
-    """Trace the baseline, and what the first config after it needs, unless that is sure to fit: the first answer is not to wait until
-    all others are traced.
+    """Trace the baseline, and what the first config after it needs, unless that fits easily: the first answer is not to wait until all
+    others are traced.
 
     Which config comes next depends on what is known of its memory, so it is asked for again after each trace. Where the baseline does
     not fit, only what was traced is trusted to fit; the fastest config is traced then, or a slow one would come next.
@@ -222,8 +219,8 @@ def _trace_the_next(search: Search) -> None:
     comes_next = None if history.objective.feasible(history.known[baseline]) else search.cost_model.hoped_for(history)
 
     def needed() -> list[Config]:
-        is_sure = comes_next is not None and search.cost_model.is_sure_to_fit(history, comes_next)
-        return [baseline] if comes_next is None or is_sure else [baseline, comes_next]
+        fits = comes_next is not None and search.cost_model.fits_easily(history, comes_next)
+        return [baseline] if comes_next is None or fits else [baseline, comes_next]
 
     while not tracing.is_done and tracing.wall_s < ends_s and not search.interrupted():
         if comes_next is None or tracing.are_traced(needed()):

@@ -190,6 +190,13 @@ class PlayOff:
         base = self._base.config
         return lambda entrant: evidence.difference(entrant.config, base).mean
 
+    def ahead(self) -> float:
+        """What the leader is expected to gain over the baseline, as a logarithm; 0 where nothing was compared with it."""
+        if self._base is None or not (compared := self.compared):
+            return 0.0
+        evidence = self.evidence()
+        return self._expected_merit(evidence)(self.leader(evidence, compared))
+
     def stake(self, num_rounds: int) -> float:
         """What so many more rounds could gain: the expected amount, as a logarithm, by which the answer becomes better.
 

@@ -428,14 +428,28 @@ def _open_question(search: Search, standing: Standing | None, gain: Ratio | None
     too_slow = speedup is not None and speedup[2] < history.objective.kept_speed
     may_be_better = gain is not None and gain[2] > AS_FAST and not too_slow
     not_played = standing is None and any(config in history.feasible for config in tried)
-    if not (may_be_better or left or not_played):
+    late = None if standing is None else _ahead_and_not_played(history, standing)
+    if not (may_be_better or left or not_played or late):
         return ""
     said = [f"{plural(len(tried), 'config') if tried else 'nothing'} ran beside the baseline"]
     said += [_not_played(search)] if not_played else []
+    said += [f"{late}, which ran faster in the search, took part in no round of the play-off"] if late else []
     if left:
         names = ", ".join(f"{name}={choice}" for name, choice in left[:NAMED])
         said.append(f"never run: {names}" + (f" and {len(left) - NAMED} more" if len(left) > NAMED else ""))
     return "; ".join([*said, *_would_do(search, standing, gain if may_be_better else None, len(left))])
+
+
+def _ahead_and_not_played(history: History, standing: Standing) -> str:
+    """The fastest of the configs that one probe found clearly better than the baseline and that did not play; empty if there is none."""
+    played = {entrant.config for entrant in standing.entrants if entrant.outcomes}
+    merits = {config: history.objective.merit(outcome) for config, outcome in history.feasible.items()}
+    clearly = AS_FAST * merits.get(history.space.baseline, math.inf)
+    unplayed = {config: merit for config, merit in merits.items() if merit > clearly and config not in played}
+    if not unplayed:
+        return ""
+    fastest = max(unplayed, key=lambda config: unplayed[config])
+    return history.space.techniques.describe(fastest, history.space.baseline)
 
 
 def _not_played(search: Search) -> str:

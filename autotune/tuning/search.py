@@ -6,6 +6,7 @@ What is learned differs between them, so nothing here chooses one of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -25,15 +26,16 @@ from autotune.tuning.events import Listener, SearchEnded
 from autotune.tuning.explore import (
     UNDONE,
     explore,
+    explore_untried,
+    is_close_to_the_best,
     measure_baseline,
     measure_baseline_again,
     tell_of_large_batches,
-    try_the_untried,
     undo_changes,
 )
 from autotune.tuning.one_device import keep_time_for_one_device
 from autotune.tuning.opening import open_search, open_search_beside
-from autotune.tuning.recommend import Interrupted, NothingFeasible, recommend
+from autotune.tuning.recommend import AS_FAST, Interrupted, NothingFeasible, recommend
 from autotune.tuning.state import Search
 from autotune.tuning.teaching import leave_priors
 from autotune.tuning.together import hold_play_off
@@ -121,7 +123,7 @@ def find(search: Search, clearance: Clearance) -> Standing | None:
     while not search.interrupted():
         num_searched = len(search.history.searched)
         search.budget.keeps_checks = search.inspection.comparable
-        _explore(search, proposer, untried=last is not None and last.baseline_won)
+        _explore(search, proposer, last)
         if not search.interrupted() and not hold_play_off(search):
             return None
         proposer = _check(search, clearance, proposer)
@@ -146,18 +148,28 @@ class _PlayOff:
         standing: how it ended; None if no round was completed.
         all_failed: those that played failed, and the search goes on with what it learned.
         was_early: time was left to explore when it was held.
-        baseline_won: nothing beat the baseline, or no round was completed.
     """
 
     standing: Standing | None
     all_failed: bool
     was_early: bool
-    baseline_won: bool
 
     @property
     def is_settled(self) -> bool:
         """Whether another play-off could only tell the same, unless other configs were probed meanwhile."""
         return not self.all_failed and not self.was_early
+
+    @property
+    def baseline_won(self) -> bool:
+        """Whether nothing was found to beat the baseline, or no round was completed."""
+        return self.standing is None or self.standing.answer is self.standing.baseline
+
+    @property
+    def baseline_leads(self) -> bool:
+        """Whether the baseline has won, and nothing that played is expected to be clearly better."""
+        if self.standing is None or not self.baseline_won:
+            return False
+        return self.standing.gain is None or self.standing.gain[0] < AS_FAST
 
 
 def _baseline(search: Search) -> None:
@@ -168,14 +180,21 @@ def _baseline(search: Search) -> None:
     search.budget.shared_from_s, search.budget.kept_probes = search.budget.elapsed_s, UNDONE
 
 
-def _explore(search: Search, proposer: Proposer, *, untried: bool) -> None:
-    """Probe what the proposer proposes; the baseline again where nothing came near it; with `untried` what is left, too."""
+def _explore(search: Search, proposer: Proposer, last: _PlayOff | None) -> None:
+    """Probe what the proposer proposes; the baseline again where nothing came near it; once that has won a play-off what is left, too.
+
+    Args:
+        last: the play-off before; None before the first.
+    """
     explore(search, proposer, while_worth=True)
     if not search.interrupted() and measure_baseline_again(search):
         explore(search, proposer, while_worth=True)
-    if untried:
-        try_the_untried(search)
-    undo_changes(search)
+    if last is not None and last.baseline_leads:
+        explore_untried(search)
+    if last is not None and last.baseline_won:
+        explore(search, search.untried())
+    if not is_close_to_the_best(search.history, search.history.space.baseline) or (last and not last.baseline_won):
+        undo_changes(search)
 
 
 def _check(search: Search, clearance: Clearance, proposer: Proposer) -> Proposer:
@@ -190,17 +209,23 @@ def _check(search: Search, clearance: Clearance, proposer: Proposer) -> Proposer
 def _play_off(search: Search, clearance: Clearance, last: _PlayOff | None) -> _PlayOff:
     """Let the best play against the baseline; for a part of the time left where there is more to explore."""
     history = search.history
-    is_first = last is None or last.all_failed
-    with search.budget.without_rounds():
-        early = is_first and search.budget.allows_a_probe(history) and any(search.untried().left(history))
+    is_first = (last is None or last.all_failed) and any(search.untried().left(history))
+    early = is_first and search.budget.allows_a_probe(history)
     num_failed = len(history.failed_again)
-    standing = confirm(search, clearance.clear, share=SHARE if early else 1.0)
+    with search.budget.without_rounds():
+        for_untried = is_first and not early and search.budget.allows_a_probe(history)
+    # for the untried alone, time is kept only as long as nothing that plays is clearly ahead
+    standing = confirm(
+        search,
+        clearance.clear,
+        share=SHARE if early or for_untried else 1.0,
+        until_ahead_by=math.log(AS_FAST) if for_untried else math.inf,
+    )
     search.budget.shared_from_s = search.budget.elapsed_s
     return _PlayOff(
         standing=standing,
         all_failed=standing is not None and standing.answer is None and len(history.failed_again) > num_failed,
-        was_early=early,
-        baseline_won=standing is None or standing.answer is standing.baseline,
+        was_early=early or for_untried,
     )
 
 

@@ -251,7 +251,7 @@ def test_every_figure_is_from_the_estimate_that_the_gain_is_told_by(rounds, spee
     assert told.step_s == pytest.approx(96 / told.samples_per_s, rel=0.1)
     assert told.samples_per_s_ci[0] < told.samples_per_s < told.samples_per_s_ci[1]
     if rounds > 1:
-        assert standing.figures[LATE].samples_per_s / base.samples_per_s == pytest.approx(0.8, rel=0.15)
+        assert standing.figures[LATE].samples_per_s / base.samples_per_s == pytest.approx(0.8, rel=0.05)
 
 
 def test_a_ratio_interval_of_equal_values_is_a_point():

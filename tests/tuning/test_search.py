@@ -392,9 +392,9 @@ def test_what_fails_in_the_play_off_is_shown_as_dropped_and_is_not_in_the_front(
     runner = Failing()
     made = recommender(tmp_path, runner)
 
-    def play(search, admit, share):
+    def play(search, admit, **options):
         runner.best = search.history.best[0]
-        return confirm(search, admit, share=share)
+        return confirm(search, admit, **options)
 
     monkeypatch.setattr("autotune.tuning.search.confirm", play)
     result = answer(made)
@@ -703,7 +703,7 @@ def test_a_search_ends_when_the_winner_of_its_play_off_fails_and_nobody_is_left_
 def test_a_play_off_without_an_answer_that_taught_nothing_is_not_held_again(tmp_path, monkeypatch):
     held = []
 
-    def nobody_won(search, admit, share):
+    def nobody_won(search, admit, **options):
         held.append(search)
         assert len(held) < 10, "the search never ends"
         return Standing(
