@@ -35,7 +35,8 @@ SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
 # A micro step longer than this is split by phase while it is timed, as to wait for the device in between costs nothing, and what has
 # settled of its warm-up counts: a single block is then long enough to see other work in it.
 LONG_S = 0.3
-AHEAD_S = 0.25  # batches that were drawn before the seed's order began are taken before timing if they take no longer than this
+AHEAD_S = 0.25  # batches that were drawn before the seed's order began are trained before timing if that takes no longer than this
+LEFT_OUT_S = 0.5  # so long such batches are drawn and not trained, where samples differ
 MAX_COMPARED_S = 2.0  # of micro steps whose ranks are compared
 
 
@@ -219,11 +220,28 @@ class Run:
         return compile_s_of(self.warm_steps)
 
     def _begin_in_order(self) -> None:
-        """Let timing begin with the first sample of the seed's order, if the batches that come before it take little time."""
+        """Let timing begin with the first sample of the seed's order, if that takes little time or samples differ.
+
+        The batches that come before it are trained, or drawn and left out where that would take long.
+        """
         num_ahead, typical = self.session.loader.begin_again(self.settings.seed), typical_step(self.warm_steps)
-        if num_ahead * (typical.micro_s + typical.update_s) <= AHEAD_S:
-            for _ in range(num_ahead):
-                self._warm_step(self._take(1))
+        if num_ahead * (typical.micro_s + typical.update_s) > AHEAD_S:
+            num_ahead = self._leave_out(num_ahead) if self._long_run.shapes.are_several else 0
+        for _ in range(num_ahead):
+            self._warm_step(self._take(1))
+
+    def _leave_out(self, num_ahead: int) -> int:
+        """Draw so many batches but one, and train none of them.
+
+        Returns:
+            How many are to be trained yet: one, while data workers load those that come next; none if time is up before it.
+        """
+        ends_s = time.perf_counter() + LEFT_OUT_S
+        for _ in range(num_ahead - 1):
+            if time.perf_counter() > ends_s:
+                return 0
+            next(self._micro_batches)
+        return 1
 
     def _largest_batches(self, count: int) -> StepBatch:
         """The largest micro batch, some times: of the widest samples; one like all others where batches are made."""
@@ -299,7 +317,7 @@ class Run:
         sliced, steps_per_block = num_micro < config.accumulation_steps, num_micro // config.accumulation_steps
         is_long = may_slice and typical.micro_s > LONG_S
         phases: dict[str, float] = {}
-        if is_long:
+        if is_long and not self._long_run.shapes.are_several:  # those before the seed's order may be more work, or less
             self._count_settled(typical.update_s, data_s)
         self._observers.start()
         num_whole = 0

@@ -18,6 +18,7 @@ from autotune.records.outcome import Measurement, Progress
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median; that of fewer is not
+FEWEST_BLOCKS = 2
 OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: long steps differ little. If not, three, after twice as long
 UNLIKE = 0.1  # of their median, by which such blocks must not differ. A heap of 1 GiB that is trimmed now and then made it 30 %
 MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and scheduler
@@ -154,11 +155,11 @@ class Blocks:
         count = len(self.samples_per_s)
         if self.timed_s < self.settings.min_timed_s:
             return False
-        if self.settings.num_samples and count >= MIN_BLOCKS:
+        if self.settings.num_samples and count >= FEWEST_BLOCKS:  # the same samples in each process of a round
             is_late = self.timed_s >= OVERTIME * self.settings.max_timed_s
             return self.num_samples >= self.settings.num_samples or is_late
         if count < MIN_BLOCKS:
-            overtime_s, fewest = OVERTIME * self.settings.max_timed_s, 2
+            overtime_s, fewest = OVERTIME * self.settings.max_timed_s, FEWEST_BLOCKS
             if count >= fewest and not self._agree:
                 overtime_s, fewest = 2 * overtime_s, 3  # the median of two that differ lies where neither is
             return count >= fewest and self.timed_s >= overtime_s

@@ -225,8 +225,8 @@ def test_a_run_of_forward_passes_counts_no_starts():
     assert EvaluationRun(session, device, settings, lambda progress: None).measure(0.0).start_wait_s == 0.0
 
 
-def first_timed(monkeypatch, choices, seed, num_samples=320):
-    """The samples that a probe times first: each input is its position in the training set."""
+def first_timed(monkeypatch, choices, seed, num_samples=320, lengths=(6,)):
+    """The samples that a probe times first: each input is its position in the training set, at one of some lengths."""
     taken = []
 
     class Positions(Dataset):
@@ -234,17 +234,25 @@ def first_timed(monkeypatch, choices, seed, num_samples=320):
             return 400
 
         def __getitem__(self, index):
-            return torch.full((6,), float(index)), index % 3
+            return torch.full((lengths[index % len(lengths)],), float(index)), index % 3
+
+    def collate(samples):
+        return nn.utils.rnn.pad_sequence([one for one, _ in samples], batch_first=True), torch.tensor(
+            [of for _, of in samples]
+        )
 
     def training_step(model, batch):
         taken.extend(batch[0][:, 0].int().tolist())
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return nn.functional.cross_entropy(model(batch[0][:, :6]), batch[1])
 
     time_blocks = Run._time
     monkeypatch.setattr(Run, "_time", lambda run: (taken.clear(), time_blocks(run))[1])
-    task = Task(build_model=lambda: nn.Linear(6, 3), train_dataset=Positions, training_step=training_step)
+    task = Task(
+        build_model=lambda: nn.Linear(6, 3), train_dataset=Positions, training_step=training_step, collate_fn=collate
+    )
     device = open_device("cpu")
-    endless = {"max_timed_s": 1e3, "timeout_s": 1e4}  # a stalled machine would end timing before all samples are taken
+    # new shapes are not trained once more, and no stall of the machine ends timing before all samples are taken
+    endless = {"max_timed_s": 1e3, "timeout_s": 1e4, "shapes_recur": False}
     settings = ProbeSettings(memory_limit_bytes=None, num_samples=num_samples, seed=seed, phases=False, **endless)
     Run(prepare(task, choices, device=device), device, settings, lambda progress: None).measure(0.0)
     assert len(taken) >= num_samples
@@ -264,3 +272,22 @@ def test_what_workers_were_told_to_load_is_not_waited_for_where_that_takes_long(
     monkeypatch.setattr(measure, "AHEAD_S", 0.0)
     ahead = first_timed(monkeypatch, {**choices, "num_workers": 1}, seed=1)
     assert ahead[2 * 4 :] == first_timed(monkeypatch, choices, seed=1)[: -2 * 4]
+
+
+def test_what_workers_were_told_to_load_is_left_out_where_samples_differ(monkeypatch):
+    """Trained in another order, the few batches of long steps that are timed would be other work in each process."""
+    choices, lengths = {"batch_size": 4, "accumulation_steps": 8}, range(6, 300)
+    monkeypatch.setattr(measure, "AHEAD_S", 0.0)
+    monkeypatch.setattr(measure, "LEFT_OUT_S", 1e3)
+    left_out = first_timed(monkeypatch, {**choices, "num_workers": 2, "prefetch_factor": 3}, seed=1, lengths=lengths)
+    assert left_out == first_timed(monkeypatch, choices, seed=1, lengths=lengths)
+
+
+def test_of_long_steps_whose_samples_differ_nothing_of_the_warm_up_is_timed(monkeypatch):
+    monkeypatch.setattr(measure, "LONG_S", 0.0)
+    monkeypatch.setattr(measure, "SLICE_ABOVE_S", 0.0)
+    counted = []
+    monkeypatch.setattr(Run, "_count_settled", lambda run, update_s, data_s: counted.append(run))
+    for lengths in ((6,), range(6, 300)):
+        first_timed(monkeypatch, {"batch_size": 4, "accumulation_steps": 8}, seed=1, num_samples=8, lengths=lengths)
+    assert len(counted) == 1

@@ -216,6 +216,14 @@ def test_a_run_of_so_many_samples_goes_on_until_it_has_them_however_quiet_it_is_
     assert slow.is_done(10, 0.0)
 
 
+def test_two_blocks_of_long_steps_are_enough_once_the_samples_are_taken():
+    timing = timing_of(num_samples=48, max_timed_s=5.0)
+    for number in range(2):
+        assert not timing.is_done(number, 0.0)
+        timing.blocks.add(40.0 + 20 * number, 0.5, num_samples=24)
+    assert timing.is_done(2, 0.0)
+
+
 def test_a_run_of_so_many_steps_is_done_after_them_alone():
     timing = timing_of(num_steps=5, timeout_s=10.0)
     for _ in range(2 * MIN_BLOCKS):
