@@ -26,7 +26,13 @@ from autotune.task import Task, load_task
 from autotune.task.adapters import begin_counting, count_step, numbered
 from autotune.task.batches import CannotCutError, StepBatch, split, to_device
 from autotune.task.losses import WithTerms, shares_of
-from autotune.task.process_settings import apply_settings, as_script_has_them, end_switches, switching
+from autotune.task.process_settings import (
+    apply_settings,
+    as_script_has_them,
+    end_switches,
+    read_settings,
+    switching,
+)
 from autotune.techniques import REACHES_INTO_STEP, Phase, Techniques, UnsupportedError, find_techniques
 from autotune.techniques.build import Build, Spread
 from autotune.techniques.tensors.spread import copies_of, start_equal
@@ -351,9 +357,18 @@ class ProcessWide:
         apply_settings(again)
         self.choices = {}
 
-    def begin(self, config: Config, techniques: Techniques) -> None:
-        """Undo what the session before has switched on; the end of what `config` switches on begins here."""
+    def begin(self, config: Config, techniques: Techniques, settings: Mapping[str, Any]) -> None:
+        """Undo what the session before has switched on; the end of what `config` switches on begins here.
+
+        Args:
+            settings: of the task, which are set as long.
+        """
         self.end()
+        before = read_settings()
+        with switching():
+            apply_settings(settings)
+        since = read_settings()
+        self._undo.callback(apply_settings, {name: own for name, own in before.items() if since.get(name) != own})
         on = techniques.switched_on(config)
         self.choices = {name: choice for name, choice in on if techniques[name].is_process_wide(choice)}
         for name in self.choices:
@@ -452,7 +467,7 @@ def prepare(
     opened = open_device(launched_device(device, world)) if isinstance(device, str) else device
     build = Build(task=task, device=opened, config=config, world=world)
     build.device.enter()
-    PROCESS_WIDE.begin(config, techniques)
+    PROCESS_WIDE.begin(config, techniques, build.task.settings)
     _apply(build, techniques, Phase.TASK)
     _apply(build, techniques, Phase.PROCESS)
     build.model = build.task.model().to(build.device.torch_device)

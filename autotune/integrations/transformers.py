@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from types import FrameType
@@ -44,7 +43,7 @@ from autotune.randomness import keep_randomness
 from autotune.records.config import ACCUMULATION, BATCH_SIZE
 from autotune.task import Task
 from autotune.task.held import held_by
-from autotune.task.process_settings import apply_settings, read_settings
+from autotune.task.process_settings import apply_settings, own_settings, read_settings
 from autotune.techniques import find_techniques
 from autotune.techniques.frameworks import TRANSFORMERS
 from autotune.tuning.events import Listener
@@ -62,8 +61,11 @@ _DEVICE = (
     "_setup_devices",
     "__cached__setup_devices",
 )  # where arguments keep their device; the second before version 5
+# settings of the process that the arguments' `tf32` changes beside those of matrix products
+_OF_CONVOLUTIONS = ("cudnn.allow_tf32", "cudnn.conv.", "cudnn.rnn.", "mkldnn.conv.", "mkldnn.rnn.")
 _LOOPS = ("train", "_inner_training_loop")
 _COMPILER = "inductor"  # the backend by which probes compile
+_FULL = "highest"  # precision of fp32 matrix products
 _ROUNDING = 0.01  # of a loss that is computed twice
 
 
@@ -92,8 +94,7 @@ def tune(trainer: Trainer, *, listeners: Sequence[Listener] | None = None, **opt
         options["exclude"] = (*options.get("exclude", ()), *said_of_others)
     if _shards(trainer):  # which is given the precision
         options["exclude"] = (*options.get("exclude", ()), *techniques_saying(TRANSFORMERS, "bf16"))
-    with _without_tf32_of(trainer.args):  # which would come to the probes with all that the process has set
-        result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
+    result = search(task, (TRANSFORMERS,), options, listeners, device=name_of(trainer.args.device))
     said = words_of_changes(task, result, (TRANSFORMERS,))
     return _with_answer(trainer.args, said[TRANSFORMERS])
 
@@ -122,6 +123,7 @@ def task_of(trainer: Trainer) -> Task:
         fixed_accumulation=live.why_accumulation_is_fixed,
         warnings=tuple(_left_out(trainer)),
         made_by=f"{__name__}.task_of(trainer)",
+        settings=_without_tf32() if _switch_tf32_on(args) else {},
     )
     baseline = read(TRANSFORMERS, given, task, trainer.model)
     plan = {BATCH_SIZE: args.per_device_train_batch_size, ACCUMULATION: args.gradient_accumulation_steps}
@@ -338,7 +340,7 @@ def _given(trainer: Trainer) -> dict[str, Any]:
     given = {item.name: getattr(trainer.args, item.name) for item in fields(trainer.args)}
     precision = trainer.accelerator.mixed_precision  # Accelerate's own configuration may set it
     given |= {"bf16": precision == "bf16", "fp16": precision == "fp16"}
-    given["tf32"] = _switch_tf32_on(trainer.args) or given["tf32"]
+    given["tf32"] = _switch_tf32_on(trainer.args)
     if given["torch_compile"] and given["torch_compile_mode"] is None:
         given["torch_compile_mode"] = "default"  # as Accelerate takes it
     page_locked = capabilities_of(trainer.args.device.type).page_locked
@@ -374,25 +376,31 @@ def _in_probes(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _switch_tf32_on(args: Any) -> bool:
-    """Whether making these arguments switched TF32 on for the whole process: where they ask for it, and unasked where they compile."""
+    """Whether making these arguments switched TF32 on for the whole process: where they ask for it, and unasked where they compile.
+
+    Not where the script has set the precision of matrix products itself, by `set_float32_matmul_precision`: the arguments change
+    nothing about that. This is known only where transformers uses the switch for all operators, of torch 2.9 and later; before, the
+    arguments set the same as the script, and are taken for those who did.
+    """
     unasked = args.tf32 is None and args.torch_compile and not args.fp16
-    return bool(args.tf32) or (unasked and is_torch_tf32_available())
+    asks = bool(args.tf32) or (unasked and is_torch_tf32_available())
+    for_all = getattr(torch.backends, "fp32_precision", "none") == "tf32"
+    own = for_all and own_settings().get("float32_matmul_precision", _FULL) != _FULL
+    return asks and not own
 
 
-@contextmanager
-def _without_tf32_of(args: Any) -> Iterator[None]:
-    """A context in which matrix products of the process are as before these arguments were made."""
-    before = read_settings()
-    if _switch_tf32_on(args):
-        torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        apply_settings(before)
+def _without_tf32() -> dict[str, str]:
+    """What is set where matrix products are to be in full precision. Convolutions stay as they are."""
+    by_operator = ("cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision")  # torch 2.9 and later
+    known = by_operator if hasattr(torch.backends.cuda.matmul, "fp32_precision") else ()
+    return {"float32_matmul_precision": _FULL, **dict.fromkeys(known, "ieee")}
 
 
 def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
-    """A copy of `args` with the answer under all the names that it has there, and no other change."""
+    """A copy of `args` with the answer under all the names that it has there, and no other change.
+
+    `tf32` of arguments is about convolutions, too, and probes leave these as the process has them; so does this call, in this process.
+    """
     changed = dict(said)
     for name, value in said.items():
         newer = name.replace("gradient_checkpointing", "activation_checkpointing")
@@ -404,6 +412,13 @@ def _with_answer(args: Any, said: Mapping[str, Any]) -> Any:
     changed |= said_of_tf32(told, wanted=wanted, is_on=is_on)
     if changed.get("torch_compile") is False:
         changed |= {"torch_compile_backend": None, "torch_compile_mode": None}
+    before = read_settings()
+    made = _made_anew(args, changed)
+    apply_settings({name: value for name, value in before.items() if name.startswith(_OF_CONVOLUTIONS)})
+    return made
+
+
+def _made_anew(args: Any, changed: Mapping[str, Any]) -> Any:
     if capabilities_of(args.device.type).own_processors:
         return replace(args, **changed)
     made = replace(args, **changed, use_cpu=True)  # without it they refuse a short type where there is no GPU,

@@ -121,4 +121,12 @@ def _settings() -> dict[str, _Setting]:
 def _attribute(path: str) -> _Setting:
     """An attribute of `torch.backends`."""
     owner, name = path.rsplit(".", 1)
-    return lambda: attrgetter(path)(torch.backends), partial(setattr, attrgetter(owner)(torch.backends), name)
+    read, write = partial(attrgetter(path), torch.backends), partial(setattr, attrgetter(owner)(torch.backends), name)
+
+    def set_or_inherit(value: str) -> None:
+        """An operator whose precision is that of all goes on to follow it: `TrainingArguments(tf32=False)` sets only the latter."""
+        write("none")
+        if read() != value:
+            write(value)
+
+    return read, set_or_inherit if name == "fp32_precision" else write

@@ -39,7 +39,7 @@ class TaskSource:
         sys_path: the folders that modules were imported from.
         cwd: the working directory, for the task's own relative paths.
         task_name: the name of a Task built in Python; empty for a model file.
-        settings: what the process that built a Task had set in torch; empty for a model file.
+        settings: what is set in torch where a Task built in Python trains; empty for a model file.
     """
 
     path: str = ""
@@ -69,7 +69,7 @@ class TaskSource:
             if changed <= _PLAIN:
                 known: TaskSource = task.origin.source
                 return replace(known, overrides={name: getattr(task, name) for name in sorted(changed)})
-        own = {"task_name": task.name, "settings": own_settings()}
+        own = {"task_name": task.name, "settings": own_settings() | dict(task.settings)}
         return TaskSource(live=replace(task, origin=None), **own, **place)  # type: ignore[arg-type]
 
     def hand_over(self, folder: Path) -> TaskSource:

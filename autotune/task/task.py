@@ -58,6 +58,8 @@ class Task:
         name: short name, used for the study.
         warnings: what the user should know about how the task was made; told with the answer.
         made_by: the call that made it of what an integration tunes, for the lines that run an answer; not for users to set.
+        settings: what is set in torch while it trains, in place of what its process has set (`process_settings.read_settings`); not for
+            users to set.
         origin: where `load_task` found it; not for users to set.
 
     Raises:
@@ -86,6 +88,7 @@ class Task:
     name: str = "task"
     warnings: Sequence[str] = ()
     made_by: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     origin: Origin | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

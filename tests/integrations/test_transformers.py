@@ -16,7 +16,6 @@ import torch
 from autotune import prepare
 from autotune.errors import ConfigError, TaskError
 from autotune.probe.inspection import inspect_task
-from autotune.runners.jobs import Job
 from autotune.task import Task
 from autotune.task.loading import load_source
 from autotune.task.process_settings import apply_settings, read_settings
@@ -28,6 +27,7 @@ pytest.importorskip("accelerate")
 from autotune.integrations import transformers as integration  # noqa: E402
 
 QUIET = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no", "use_cpu": True}
+BY_OPERATOR = hasattr(torch.backends.cuda.matmul, "fp32_precision")  # torch 2.9 and later
 VOCABULARY = 50
 
 
@@ -362,6 +362,9 @@ def tf32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU that has TF32, as far as transformers asks."""
     for module in (transformers.training_args, integration):
         monkeypatch.setattr(module, "is_torch_tf32_available", lambda: True)
+    switch = getattr(transformers.training_args, "enable_tf32", None)
+    if hasattr(switch, "__wrapped__"):  # else it sets nothing that it has set once in this process
+        monkeypatch.setattr(transformers.training_args, "enable_tf32", switch.__wrapped__)
     before = read_settings()
     yield
     if hasattr(torch.backends.cuda.matmul, "fp32_precision"):  # torch 2.9 and later
@@ -384,20 +387,65 @@ def test_tf32_that_compiling_switches_on_unasked_is_the_baselines(
 @pytest.mark.usefixtures("tf32")
 @pytest.mark.parametrize("args", [{"torch_compile": True}, {"tf32": True}])
 def test_probes_begin_without_the_tf32_that_the_arguments_switched_on(args: dict[str, Any], tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = []
+    convolutions = read_settings()["cudnn.allow_tf32"]
+    trainer = trainer_of(tmp_path, args=args)
+    source = TaskSource.of(integration.task_of(trainer)).hand_over(tmp_path)
+    task = load_source(source)  # sets what travels with it
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == ("highest", convolutions)
+    prepare(task, {"batch_size": 2, "accumulation_steps": 8}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "highest"
 
-    class Watched(Known):
-        def result_of(self, job: Job[Any]) -> Any:
-            found.append(read_settings())  # as they travel with the task
-            return super().result_of(job)
 
-    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, **args}
-    runner = Watched(today={"matmul_precision": "tf32"})
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("args", [{"torch_compile": True}, {"tf32": True}])
+def test_the_lines_that_run_an_answer_train_without_the_tf32_that_the_arguments_switched_on(
+    args: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, args=args)
+    before = read_settings()
+    task = integration.task_of(trainer)
+    assert read_settings() == before, "the trainer's own training goes on in TF32"
+    prepare(task, {"batch_size": 2, "accumulation_steps": 8}, device="cpu")
+    assert torch.get_float32_matmul_precision() == "highest"
+    plain = Task(build_model=functools.partial(torch.nn.Linear, 2, 2), make_batch=lambda n: (torch.rand(n, 2),) * 2)
+    prepare(plain, {"batch_size": 2}, device="cpu")
+    assert read_settings() == before, "as for any other session"
+
+
+@pytest.mark.usefixtures("tf32")
+def test_searching_changes_nothing_of_the_process_that_its_arguments_have_set(tmp_path: Path) -> None:
+    asked = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 24, "torch_compile": True}
     trainer = trainer_of(tmp_path, args=asked)
     before = read_settings()
+    runner = Known(today={"matmul_precision": "tf32"})
     integration.tune(trainer, **known(tmp_path) | {"runner": runner})
-    assert found[0]["float32_matmul_precision"] == "highest"
     assert read_settings() == before, "the arguments that come back train in TF32, too"
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.skipif(not BY_OPERATOR, reason="before torch 2.9 the arguments overwrite what the script has set")
+@pytest.mark.parametrize("own", ["high", "medium"])
+def test_the_precision_that_the_script_itself_has_set_is_none_of_the_arguments(own: str, tmp_path: Path) -> None:
+    torch.set_float32_matmul_precision(own)
+    trainer = trainer_of(tmp_path, args={"tf32": True})
+    task = integration.task_of(trainer)
+    assert task.baseline is not None and task.baseline["matmul_precision"] == "highest", "nothing that is searched"
+    assert TaskSource.of(task).settings["float32_matmul_precision"] == own
+    assert integration._with_answer(trainer.args, {"tf32": None}).tf32 is None
+
+
+@pytest.mark.usefixtures("tf32")
+@pytest.mark.parametrize("args", [{"torch_compile": True}, {"tf32": True}])
+def test_an_answer_without_tf32_leaves_convolutions_as_they_were_measured(args: dict[str, Any], tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, args=args)
+    before = read_settings()
+    assert integration._with_answer(trainer.args, {"tf32": None}).tf32 is False
+    after = read_settings()
+    for name in before:
+        if "cudnn" in name:
+            assert after[name] == before[name]
+    assert after.get("cuda.matmul.fp32_precision", "ieee") == "ieee"
+    assert after.get("float32_matmul_precision") in ("highest", None)
 
 
 @pytest.mark.usefixtures("tf32")
