@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import numbers
 import re
@@ -20,6 +21,7 @@ from autotune.task.usercode import is_user_file
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in a repr; it differs between processes
 _MOST_ITEMS = 10_000  # values that are looked at, nearest first: a function may hold a dataset
 _PLAIN = (str, bytes, numbers.Number, PurePath, type(None), slice, range)
+_OF_A_RUN = (float, str, bytes, PurePath)  # the types of a time, of a run's name and of its folder
 _NAMESPACES = (argparse.Namespace, SimpleNamespace)
 
 Opened = tuple[str, Iterable[Any]]  # a value's own text, and the values that it holds
@@ -37,7 +39,9 @@ class Living(Protocol):
 def held_by(*functions: Any) -> str:
     """The code of the user's functions and the plain values that they hold; equal in each run of an unchanged script.
 
-    Of tensors it has shapes and types, of models their `repr`, of other people's objects only the class.
+    Of tensors it has shapes and types, of models their `repr`, of other people's objects only the class. Of the user's objects it leaves
+    out texts, paths and numbers with a fraction whose attribute neither their class nor its constructor names: the time of a run, the
+    folder or the name that a run was given.
     """
     return "\n".join(text for _, text, _ in _walk(functions))
 
@@ -109,12 +113,32 @@ def _open_function(value: Any) -> Opened | None:
 def _open_object(kind: str, value: Any) -> Opened:
     is_users = _is_users(type(value))
     if isinstance(value, torch.nn.Module):
-        own = vars(value) if is_users else {}
+        own = _lasting(type(value), vars(value)) if is_users else {}
         public = {name: held for name, held in own.items() if not name.startswith("_") and name != "training"}
         return f"{kind} {value!r}", (*map(_shape, value.parameters()), public)
     state = object.__getstate__(value) if is_users or isinstance(value, _NAMESPACES) else None
+    if is_users and isinstance(state, dict):
+        state = _lasting(type(value), state)
     # of a built-in function the name is all that there is
     return f"{kind} {getattr(value, '__qualname__', '')}", (getattr(value, "__wrapped__", None), state)
+
+
+def _lasting(kind: type, state: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a user's object that do not look like those of one run."""
+    named = _named_by(kind)
+    return {name: held for name, held in state.items() if name.lstrip("_") in named or not isinstance(held, _OF_A_RUN)}
+
+
+def _named_by(kind: type) -> set[str]:
+    """The attributes of a class and the arguments of its constructor, those of its bases included, without underscores in front."""
+    named = set[str]()
+    for base in kind.__mro__[:-1]:
+        named.update(vars(base), inspect.get_annotations(base))
+        init = vars(base).get("__init__")
+        if isinstance(init, FunctionType):
+            code = inspect.unwrap(init).__code__
+            named.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return {name.lstrip("_") for name in named}
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ import functools
 import os
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,41 @@ def test_what_training_changes_in_a_tensor_or_a_model_changes_nothing():
     weights += 1
     model.eval()
     assert held_by(step) == before
+
+
+class Run:
+    """Of a script that notes down when, where and as what it runs."""
+
+    loss = "mean"
+
+    def __init__(self, scale):
+        self.scale = scale
+        self._scale_of_all = 2 * len("ab")
+        self.started, self.name, self.folder = time.time(), uuid.uuid4().hex, Path(uuid.uuid4().hex)
+        self.tags = {"of": uuid.uuid4()}
+
+
+class Noted(Run):
+    def __init__(self, *given):
+        super().__init__(*given)
+
+
+@pytest.mark.parametrize("kind", [Run, Noted])
+def test_a_texts_or_a_time_that_an_object_notes_down_of_its_run_changes_nothing(kind):
+    assert held_by(closure(kind(1.0))) == held_by(closure(kind(1.0)))
+
+
+@pytest.mark.parametrize("kind", [Run, Noted])
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 0.5), ("scale", "half"), ("loss", "sum"), ("_scale_of_all", 3), ("tags", [0.5])]
+)
+def test_what_its_class_or_its_constructor_names_counts_and_so_does_all_that_is_no_text_and_no_fraction(
+    kind, name, value
+):
+    run = kind(1.0)
+    before = held_by(closure(run))
+    setattr(run, name, value)
+    assert held_by(closure(run)) != before
 
 
 def test_functions_that_hold_each_other_or_much_have_an_end():
