@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from autotune.devices import capabilities_of
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
 from autotune.records.measured import Measured
 from autotune.records.outcome import THROTTLED, Kind, Outcome
 from autotune.study.history import History, find_excused
@@ -33,6 +33,7 @@ class Answer:
 
     Attributes:
         compared: the answer's comparison with plain fp32; None where there was none.
+        is_cleared: whether a config is known to be one that may be recommended, as `Clearance` tells it.
         unchecked: why the answer was not compared; empty where it was.
         standing: how the play-off ended; None where no round was completed.
         outcomes: the processes behind the answer's figures.
@@ -42,6 +43,7 @@ class Answer:
     search: Search
     config: Config
     compared: Finding | None
+    is_cleared: Callable[[Config], bool]
     unchecked: str
     standing: Standing | None
     outcomes: Sequence[Outcome]
@@ -252,7 +254,7 @@ def _included_in_vain(answer: Answer) -> Iterator[tuple[str, str]]:
         others = {choice for choice in space.choices.get(name, ()) if choice != space.baseline[name]}
         if not others or not others.isdisjoint(trial.config[name] for trial in history.trials):
             continue
-        setup_s = min(history.setup_s(space.complete({**space.baseline, name: choice})) for choice in others)
+        setup_s = min(_own_setup_s(history, name, choice) for choice in others)
         if not setup_s and name not in left:
             yield name, "none was expected to fit and to make a difference"
         elif setup_s:
@@ -262,17 +264,29 @@ def _included_in_vain(answer: Answer) -> Iterator[tuple[str, str]]:
             )
 
 
+def _own_setup_s(history: History, name: str, choice: Choice) -> float:
+    """Seconds that the baseline would take for a choice before its first step, beside those that it takes itself."""
+    space = history.space
+    config = space.complete({**space.baseline, name: choice})
+    return history.setup_s(config) if (name, choice) in space.setting_up(config) else 0.0
+
+
 def _why_not_set_up(history: History, setup_s: float) -> str:
     samples, best = history.objective.train_samples, history.best
     if samples is not None and best is not None and best[1].measurement is not None:
         train_s = samples / best[1].measurement.samples_per_s
         if MOST_GAIN * train_s < setup_s:
             return f"which a training of about {format_seconds(train_s)} is too short to win back"
-    return f"for which no time was left; a --budget of {format_seconds(setup_s / SETUP_SHARE)} or more has it"
+    return (
+        f"for which no time was left; a --budget of {format_seconds(setup_s / SETUP_SHARE)} or more leaves time for it"
+    )
 
 
 def _faster_once_compiled(answer: Answer) -> Iterator[str]:
-    """The fastest config that compiles, where it is faster than the answer and the training too short for it."""
+    """The fastest config that compiles, where it is clearly faster than the answer and the training too short for it.
+
+    What failed its check is barred, and so not feasible. A config that is no finalist may not have been compared; that is told.
+    """
     history = answer.search.history
     space, samples = history.space, history.objective.train_samples
     ran = [outcome.measurement.samples_per_s for outcome in answer.outcomes if outcome.measurement]
@@ -281,15 +295,18 @@ def _faster_once_compiled(answer: Answer) -> Iterator[str]:
     if samples is None or not ran or not compiled or space.setting_up(answer.config):
         return
     config = max(compiled, key=lambda each: compiled[each])
+    if compiled[config] < CLEARLY_FASTER * median(ran):
+        return
     cold_s, saved_s = history.compile_cold_s(config), 1 / median(ran) - 1 / compiled[config]
-    if saved_s <= 0 or cold_s / saved_s < samples:
+    if cold_s / saved_s < samples:
         return
     per_step = config.plan_in(space.world).samples_per_step
     won = plural(round(cold_s / saved_s / per_step), "optimizer step")
+    unchecked = "" if answer.is_cleared(config) else "; its gradients were not compared with plain fp32"
     yield (
         f"{space.techniques.describe(config)} ran {compiled[config] / median(ran):.2f} times as fast as the answer, and takes "
         f"{format_seconds(cold_s)} to compile at first: that is won back after about {won}, and the training has "
-        f"{round(samples / per_step):,}"
+        f"{round(samples / per_step):,}{unchecked}"
     )
 
 

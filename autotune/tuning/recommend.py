@@ -103,6 +103,7 @@ def _result(search: Search, clearance: Clearance, standing: Standing | None) -> 
         search=search,
         config=answer,
         compared=found,
+        is_cleared=clearance.is_cleared,
         unchecked=unchecked,
         standing=standing,
         outcomes=outcomes,
