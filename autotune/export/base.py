@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from autotune.records.config import BATCH_SIZE, Choice
+from autotune.records.options import torchrun_of
 from autotune.records.result import Result
 from autotune.techniques import SPREAD, Phase, Technique, Techniques, find_techniques, shards_parameters
 from autotune.techniques.frameworks import (
@@ -199,8 +200,9 @@ def launching(result: Result) -> dict[str, str]:
     number = result.subject.num_processes
     if number == 1:
         return {}
-    how = f"run {result.command}" if result.command else f"start the script with `torchrun --nproc-per-node {number}`"
-    return {"num_processes": f"{number}: {how}"}
+    where, command = torchrun_of(str(result.goal.asked.get("devices", "")), number)
+    started = f"start the script {where}{', ' if where else ''}with `{command}`"
+    return {"num_processes": f"{number}: {f'run {result.command}' if result.command else started}"}
 
 
 def unknown_of_copies(result: Result) -> dict[str, str]:

@@ -22,6 +22,7 @@ from autotune.export.base import (
 )
 from autotune.export.source import Source
 from autotune.records.config import ACCUMULATION, BATCH_KEYS, BATCH_SIZE, Choice
+from autotune.records.options import torchrun_of
 from autotune.records.result import Result
 from autotune.task.model_file import ONE_OF_SEVERAL, SIGNATURES
 from autotune.techniques import SPREAD, find_techniques
@@ -81,7 +82,7 @@ if not distributed.is_initialized():
     distributed.init_process_group("{backend}")
 RANK, WORLD_SIZE = distributed.get_rank(), distributed.get_world_size()
 if WORLD_SIZE != {number}:
-    sys.exit("The answer is one for {number} processes: torchrun --nproc-per-node {number} " + sys.argv[0])
+    sys.exit("The answer is one for {number} processes{where}: {command} " + sys.argv[0])
 """
 _LOADER = """
 
@@ -245,6 +246,9 @@ class _Script:
         brought = (f"\n\n{definition}" for definition in self.source.definitions.values())
         return "\n".join([*head, "", *self._yours(), *brought, "", "", own])
 
+    def _started(self) -> tuple[str, str]:
+        return torchrun_of(str(self.result.goal.asked.get("devices", "")), self.num_processes)
+
     def _comment(self) -> Iterator[str]:
         result = self.result
         lines = [
@@ -253,8 +257,9 @@ class _Script:
             f"It seeds nothing. It ends after {self._end()}.",
         ]
         if self.together:
+            where, command = self._started()
             lines[1:] = [
-                f"Start it in the folder of the search: torchrun --nproc-per-node {self.num_processes} THIS_FILE. "
+                f"Start it in the folder of the search{', ' if where else ''}{where}: {command} THIS_FILE. "
                 "`step`, at its end, takes an optimizer step over all processes.",
                 "Once the model is built, all processes seed with the largest of their seeds, and once the dataset is, each with "
                 f"that plus its own number. It ends after {self._end()}.",
@@ -265,7 +270,7 @@ class _Script:
         if self.unsaid:
             lines.append("NOT IN THIS SCRIPT, though part of the answer:")
         lines += [f"- {name}: {why}" for name, why in self.unsaid.items()]
-        yield from (f"# {line}" for text in lines for line in wrap(text, _WIDTH))
+        yield from (f"# {line}" for text in lines for line in wrap(text, _WIDTH, break_on_hyphens=False))
 
     def _end(self) -> str:
         steps = "NUM_STEPS optimizer steps"
@@ -310,7 +315,10 @@ class _Script:
         if on_gpu:
             yield "torch.cuda.set_device(DEVICE)"
         if self.together:
-            yield _WORLD.format(backend=capabilities_of(kind).collectives, number=self.num_processes).strip("\n")
+            where, command = self._started()
+            started = {"where": f"; start it {where}" if where else "", "command": command}
+            backend = capabilities_of(kind).collectives
+            yield _WORLD.format(backend=backend, number=self.num_processes, **started).strip("\n")
         yield from self.said[At.PROCESS]
 
     def _model(self) -> Iterator[str]:

@@ -323,6 +323,21 @@ def machines_in(devices: str) -> tuple[int, int] | None:
     return None if named is None else (int(named[1]), int(named[2]))
 
 
+def torchrun_of(devices: str, num_processes: int) -> tuple[str, str]:
+    """Where a script is started that trains in several processes, empty on one machine, and the command up to the script's name.
+
+    Args:
+        devices: the option; one that names no machines means one machine.
+    """
+    if (machines := machines_in(devices)) is None:
+        return "", f"torchrun --nproc-per-node {num_processes}"
+    number, of_each = machines
+    return (
+        f"on each of {number} machines, of which FIRST is one",
+        f"torchrun --nnodes {number} --nproc-per-node {of_each} --rdzv-backend c10d --rdzv-endpoint FIRST",
+    )
+
+
 def takes(options: type[RunOptions]) -> Callable[[F], F]:
     """Have the signature and the docstring of a function that takes `**options` name each option.
 

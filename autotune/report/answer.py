@@ -15,7 +15,7 @@ from autotune.records.check import Check
 from autotune.records.config import Choice
 from autotune.records.measured import Dropped, Evaluation, Measured
 from autotune.records.objective import OBJECTIVES
-from autotune.records.options import machines_in, words
+from autotune.records.options import machines_in, torchrun_of, words
 from autotune.records.result import Compiling, Cost, DeviceUse, Effect, Reasons, Result
 from autotune.report.figures import (
     ENERGY,
@@ -150,12 +150,10 @@ def python_lines(
     """
     task = json.dumps(model, ensure_ascii=False) if model else "task"
     given = dict(asked)
-    started = [f"# torchrun --nproc-per-node {num_processes} train.py, where this is train.py:"]
-    if machines := machines_in(str(given.get("devices", ""))):
-        started = [
-            f"# on each of {machines[0]} machines, of which FIRST is one, where this is train.py:",
-            f"# torchrun --nnodes {machines[0]} --nproc-per-node {machines[1]} --rdzv-backend c10d --rdzv-endpoint FIRST train.py",
-        ]
+    where, command = torchrun_of(str(given.get("devices", "")), num_processes)
+    started = [f"# {command} train.py, where this is train.py:"]
+    if where:
+        started = [f"# {where}, where this is train.py:", f"# {command} train.py"]
     if str(given.get("devices", "")).startswith("cpu:"):
         given["device"] = "cpu"
     options = [f"{name}={json.dumps(given[name])}" for name in ("device", "global_batch") if name in given]
@@ -200,11 +198,16 @@ def _integration_of(made_by: str) -> str:
 def verify_command(
     config: Mapping[str, Choice], techniques: Techniques, model: str, asked: Mapping[str, str | int]
 ) -> str:
-    """The `autotune verify` of a config, quoted for a shell; empty for a task built in Python, and for several machines."""
-    if not model or machines_in(str(asked.get("devices", ""))):
+    """The `autotune verify` of a config, quoted for a shell; empty where none runs it."""
+    if not _is_verified(model, asked):
         return ""
     command = ["autotune", "verify", model, "--config", as_json(config, techniques), "--steps", str(VERIFY_STEPS)]
     return shlex.join([*command, *words(asked)])
+
+
+def _is_verified(model: str, asked: Mapping[str, str | int]) -> bool:
+    """Whether `autotune verify` can run the answer: it takes a model file, and one machine."""
+    return bool(model) and machines_in(str(asked.get("devices", ""))) is None
 
 
 def front_section(
@@ -378,8 +381,9 @@ def _compared(shown: Sequence[tuple[str, Measured]], techniques: Techniques) -> 
 def _later(result: Result) -> str:
     """How the speed-up's interval allows for a run on another day."""
     number = result.play_off.num_rechecks
-    model = result.subject.model  # what was built in Python is not verified by a command
-    until = f" until `autotune verify {model} --against STUDY --steps 100` has measured it here" if model else ""
+    model, until = shlex.quote(result.subject.model), ""
+    if _is_verified(result.subject.model, result.goal.asked):
+        until = f" until `autotune verify {model} --against STUDY --steps {VERIFY_STEPS}` has measured it here"
     known = f"as {plural(number, 'later run')} of answers on this machine did" if number else f"which is assumed{until}"
     return f"The speed-up's interval allows for a later run that differs by {result.play_off.later_std:.1%}, {known}."
 

@@ -47,13 +47,14 @@ class Verification:
 
     def finding(self) -> Iterator[str]:
         """What was found, in sentences; nothing on a run that failed."""
-        if (found := self.outcome.measurement) is not None:
-            ends = f"95% {rate(found.samples_per_s_low)} to {rate(found.samples_per_s_high)}"
-            least = f"{rate(self.least_samples_per_s)} ({rate(self.answer.samples_per_s)} less {self.slower:.0%})"
-            yield (
-                f"The answer of {self.study} {self._verdict()}: {rate(found.samples_per_s)} samples/s ({ends}), expected at least "
-                f"{least}{self._advice()}."
-            )
+        if (found := self.outcome.measurement) is None:
+            return
+        ends = f"95% {rate(found.samples_per_s_low)} to {rate(found.samples_per_s_high)}"
+        least = f"{rate(self.least_samples_per_s)} ({rate(self.answer.samples_per_s)} less {self.slower:.0%})"
+        yield (
+            f"The answer of {self.study} {self._verdict()}: {rate(found.samples_per_s)} samples/s ({ends}), expected at least "
+            f"{least}{self._advice()}."
+        )
         if (seen := self.seen) is not None:
             low, high = (seen.speedup * math.exp(z * seen.speedup_std) for z in (-NORMAL_95, NORMAL_95))
             told = _gain(seen.told_speedup, *self.answer.speedup_ci or seen.told_speedup_ci)

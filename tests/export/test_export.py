@@ -247,6 +247,19 @@ def test_how_many_processes_train_is_said_or_listed() -> None:
         assert "num_processes" not in export(RESULT, name).unsaid
 
 
+def test_an_answer_for_several_machines_is_started_on_each_of_them() -> None:
+    result = but(of_world(size=8), asked={"devices": "2x4"})
+    start = "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint FIRST"
+    for name in ("transformers", "deepspeed", "json", "yaml"):
+        assert export(result, name).unsaid["num_processes"] == (
+            f"8: start the script on each of 2 machines, of which FIRST is one, with `{start}`"
+        )
+    text = export(result, "torch").text
+    assert f"processes; start it on each of 2 machines, of which FIRST is one: {start} " in text
+    comment = " ".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith("# "))
+    assert f"in the folder of the search, on each of 2 machines, of which FIRST is one: {start} THIS_FILE." in comment
+
+
 def test_an_answer_for_one_device_is_kept_to_it_on_a_machine_that_has_more() -> None:
     def of_trainer(result: Result) -> tuple[Any, Any]:
         trainer = json.loads(export(result, "lightning").text)["trainer"]

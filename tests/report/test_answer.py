@@ -462,7 +462,11 @@ def test_an_answer_of_several_machines_has_no_command_that_one_could_run() -> No
 
 
 def test_an_answer_of_several_machines_is_started_on_each_of_them(result: Result) -> None:
+    assumed = "which is assumed until `autotune verify 'my gpt.py' --against STUDY --steps 100` has measured it here."
+    result = replace(but(result, model="my gpt.py"), play_off=replace(result.play_off, later_std=0.03, num_rechecks=0))
+    assert assumed in " ".join(text_of(result, 120).split())
     text = text_of(but(result, asked={"devices": "2x4"}, num_processes=8), 120)
+    assert "differs by 3.0%, which is assumed." in " ".join(text.split())
     assert "torchrun --nnodes 2 --nproc-per-node 4 " in text and "on each of 2 machines" in text
     assert "no command tries an answer for several" in text and "autotune verify models" not in text
     text = text_of(but(result, asked={"devices": "8"}, num_processes=8), 120)

@@ -79,4 +79,6 @@ def test_without_a_gain_to_see_again_it_is_said(verified: Verification) -> None:
 def test_a_run_that_failed_finds_nothing_about_the_answer(verified: Verification) -> None:
     failed = replace(verified, outcome=Outcome(kind=Kind.OOM, cause="too large"), seen=None)
     assert not failed.holds and not [*failed.finding()] and told(failed) == ""
+    alone = replace(failed, answer=replace(failed.answer, baseline=None, speedup=None, speedup_ci=None))
+    assert not [*alone.finding()]
     assert failed.to_dict()["finding"] == [] and "recheck" not in failed.to_dict()
