@@ -222,26 +222,30 @@ class Run:
     def _begin_in_order(self) -> None:
         """Let timing begin with the first sample of the seed's order, if that takes little time or samples differ.
 
-        The batches that come before it are trained, or drawn and left out where that would take long.
+        The batches that come before it are trained, or drawn and left out where that would take long. Where a pass over the training set
+        is shorter than those, timing begins somewhere in that order.
         """
         num_ahead, typical = self.session.loader.begin_again(self.settings.seed), typical_step(self.warm_steps)
         if num_ahead * (typical.micro_s + typical.update_s) > AHEAD_S:
-            num_ahead = self._leave_out(num_ahead) if self._long_run.shapes.are_several else 0
+            num_ahead = self._leave_out(num_ahead, typical.micro_s) if self._long_run.shapes.are_several else 0
         for _ in range(num_ahead):
             self._warm_step(self._take(1))
 
-    def _leave_out(self, num_ahead: int) -> int:
-        """Draw so many batches but one, and train none of them.
+    def _leave_out(self, num_ahead: int, micro_s: float) -> int:
+        """Draw so many batches and train none of them; where data workers load, all but one, if they load a batch within a micro step.
 
         Returns:
             How many are to be trained yet: one, while data workers load those that come next; none if time is up before it.
         """
+        num_trained = min(1, self.session.loader.num_workers)
+        if num_trained and self._micro_batches.longest_load_s > micro_s:
+            return 0
         ends_s = time.perf_counter() + LEFT_OUT_S
-        for _ in range(num_ahead - 1):
+        for _ in range(num_ahead - num_trained):
             if time.perf_counter() > ends_s:
                 return 0
             next(self._micro_batches)
-        return 1
+        return num_trained
 
     def _largest_batches(self, count: int) -> StepBatch:
         """The largest micro batch, some times: of the widest samples; one like all others where batches are made."""

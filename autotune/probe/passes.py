@@ -76,16 +76,19 @@ class MicroBatches:
         """Seconds that training waits for most batches: for their loading, where it loads them itself."""
         return median(self._others_s) if self._others_s else 0.0
 
+    @property
+    def longest_load_s(self) -> float:
+        """Seconds within which a data worker surely loads a batch: those waited for the first one, in which it was started, too."""
+        return self._first_s or 0.0
+
     def surely_keep_up(self, micro_s: float) -> bool:
         """Whether training surely never waits for data workers; True where it has none.
-
-        One of them took no longer for a batch than was waited for the first one, in which it was started, too.
 
         Args:
             micro_s: seconds of a micro step.
         """
         num_workers = self._loader.num_workers
-        return not num_workers or (self._first_s or 0.0) <= num_workers * micro_s
+        return not num_workers or self.longest_load_s <= num_workers * micro_s
 
     def start_wait_s(self, samples_per_s: float, *, may_measure: bool) -> float:
         """Seconds that training waits at the start of a pass, beyond what it waits for any batch.

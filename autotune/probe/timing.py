@@ -18,7 +18,7 @@ from autotune.records.outcome import Measurement, Progress
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
 WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
 MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median; that of fewer is not
-FEWEST_BLOCKS = 2
+FEWEST_BLOCKS = 2  # of one alone there is no interval
 OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: long steps differ little. If not, three, after twice as long
 UNLIKE = 0.1  # of their median, by which such blocks must not differ. A heap of 1 GiB that is trimmed now and then made it 30 %
 MIN_BLOCK_S = 0.05  # a shorter block is too near the grain of clock and scheduler
@@ -155,7 +155,8 @@ class Blocks:
         count = len(self.samples_per_s)
         if self.timed_s < self.settings.min_timed_s:
             return False
-        if self.settings.num_samples and count >= FEWEST_BLOCKS:  # the same samples in each process of a round
+        # the same samples in each process of a round; blocks in which a pass started may be left out later
+        if self.settings.num_samples and count - sum(map(bool, self._starts)) >= FEWEST_BLOCKS:
             is_late = self.timed_s >= OVERTIME * self.settings.max_timed_s
             return self.num_samples >= self.settings.num_samples or is_late
         if count < MIN_BLOCKS:

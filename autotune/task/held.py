@@ -113,7 +113,7 @@ def _open_function(value: Any) -> Opened | None:
 def _open_object(kind: str, value: Any) -> Opened:
     is_users = _is_users(type(value))
     if isinstance(value, torch.nn.Module):
-        own = _lasting(type(value), vars(value)) if is_users else {}
+        own = vars(value) if is_users else {}
         public = {name: held for name, held in own.items() if not name.startswith("_") and name != "training"}
         return f"{kind} {value!r}", (*map(_shape, value.parameters()), public)
     state = object.__getstate__(value) if is_users or isinstance(value, _NAMESPACES) else None
@@ -136,8 +136,8 @@ def _named_by(kind: type) -> set[str]:
         named.update(vars(base), inspect.get_annotations(base))
         init = vars(base).get("__init__")
         if isinstance(init, FunctionType):
-            code = inspect.unwrap(init).__code__
-            named.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+            code = getattr(inspect.unwrap(init), "__code__", None)
+            named.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ())
     return {name.lstrip("_") for name in named}
 
 

@@ -57,22 +57,20 @@ def switching() -> Iterator[None]:
 @contextlib.contextmanager
 def as_script_has_them() -> Iterator[None]:
     """Around code of the script's while a session goes on: inside, settings are those that the script has set. What it sets there is
-    its own from then on; the rest is the session's again, and all is where the code raises.
+    its own from then on; the rest is the session's again. Where the code raises, all of it is.
     """
     switched, own = read_settings(), own_settings()
     apply_settings(own)
-    said = own
     try:
         yield
-        said = read_settings()
-    finally:
-        sets = {name: value for name, value in said.items() if value != own.get(name)}
-        apply_settings({**{name: switched[name] for name in _switched if name in switched}, **sets})
-        for name in _switched.keys() & sets.keys():
-            _switched[name] = (
-                _switched[name][0],
-                _BY_SCRIPT,
-            )  # also where it is the value that the session had switched on
+    except BaseException:
+        apply_settings(switched)
+        raise
+    said = read_settings()
+    sets = {name: value for name, value in said.items() if value != own.get(name)}
+    apply_settings({**{name: switched[name] for name in _switched if name in switched}, **sets})
+    for name in _switched.keys() & sets.keys():  # also where it is the value that the session had switched on
+        _switched[name] = _switched[name][0], _BY_SCRIPT
 
 
 def own_settings() -> dict[str, Any]:

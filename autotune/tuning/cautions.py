@@ -265,7 +265,7 @@ def _included_in_vain(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def _own_setup_s(history: History, name: str, choice: Choice) -> float:
-    """Seconds that the baseline would take for a choice before its first step, beside those that it takes itself."""
+    """Seconds before its first step that the baseline would take for a choice; 0 where it takes none for it."""
     space = history.space
     config = space.complete({**space.baseline, name: choice})
     return history.setup_s(config) if (name, choice) in space.setting_up(config) else 0.0

@@ -68,7 +68,8 @@ def confirm(
     Args:
         admit: whether a config may play.
         share: of the time left, that the play-off may take.
-        until_ahead_by: once the leader is expected to gain more than this over the baseline, as a logarithm, it may take all of it.
+        until_ahead_by: once the leader is expected to gain more than this over the baseline, as a logarithm, the play-off may take all the
+            time that is left.
     """
     if search.play_off is None:
         search.play_off = _open_play_off(search)

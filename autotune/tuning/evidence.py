@@ -152,7 +152,8 @@ class Evidence:
         """The share of the variance of `difference` that so many more rounds will tell, as least squares has it."""
         if not {a, b} <= self._logs.keys():
             return num_rounds / (num_rounds + 1)
-        scale = self._played(self.middle).scale(self._place[a], self._place[b])
+        fit, std = self._played(self.middle), self.middle
+        scale = float(fit.stds(self._place[a], self._place[b], np.asarray(std))) / std
         return num_rounds / (num_rounds + 2 / scale**2) if scale else 0.0
 
     def _noise(self, searched: Mapping[Key, Searched]) -> Noise:
@@ -247,14 +248,10 @@ class _Fit:
     squares: float
     df: int
 
-    def scale(self, i: int, j: int) -> float:
-        """The standard deviation of the difference between two levels, in units of that between equal processes, disturbances apart."""
-        return float(np.linalg.norm(self.coefficients[i] - self.coefficients[j]))
-
     def stds(self, i: int, j: int, noise: Array) -> Array:
-        """The standard deviation of that difference where equal processes differ by `noise`, disturbances included."""
-        disturbed = np.sum(((self.coefficients[i] - self.coefficients[j]) * self.unrest) ** 2)
-        return np.asarray(np.sqrt((noise * self.scale(i, j)) ** 2 + disturbed))
+        """The standard deviation of the difference between two levels where equal processes differ by `noise`, disturbances included."""
+        shares = self.coefficients[i] - self.coefficients[j]
+        return np.asarray(np.sqrt(noise**2 * np.sum(shares**2) + np.sum((shares * self.unrest) ** 2)))
 
 
 def _least_squares(

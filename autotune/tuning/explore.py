@@ -161,24 +161,24 @@ def is_close_to_the_best(history: History, config: Config) -> bool:
 
 
 def explore_untried(search: Search) -> None:
-    """Probe what was not tried yet, however little is expected of it, until something comes near the best.
+    """Probe what was not tried yet, however little is expected of it, until something comes near the baseline, which leads a play-off.
 
-    No time is kept for a play-off meanwhile: it could only tell once more what it has told.
+    No time is kept for a play-off meanwhile: of what has played nothing is expected to be clearly better.
     """
     with search.budget.without_rounds():
         explore(search, _UntilOneIsNear(search.untried(), search.history))
 
 
 class _UntilOneIsNear:
-    """Proposes what another does, until a config that was not known before comes near the best."""
+    """Proposes what another does, until a config that was not known before comes near the baseline."""
 
     def __init__(self, others: Proposer, history: History) -> None:
         self._others, self._known = others, {*history.feasible}
 
     def propose(self, history: History) -> Proposal | None:
-        """The other's proposal; None from then on."""
+        """The other's proposal; None once one came near the baseline."""
         merits = {config: history.objective.merit(outcome) for config, outcome in history.feasible.items()}
-        near = NEAR_BEST * max(merits.values(), default=0.0)
+        near = NEAR_BEST * merits.get(history.space.baseline, 0.0)
         if any(merit >= near and config not in self._known for config, merit in merits.items()):
             return None
         return self._others.propose(history)

@@ -279,8 +279,11 @@ def test_what_workers_were_told_to_load_is_left_out_where_samples_differ(monkeyp
     choices, lengths = {"batch_size": 4, "accumulation_steps": 8}, range(6, 300)
     monkeypatch.setattr(measure, "AHEAD_S", 0.0)
     monkeypatch.setattr(measure, "LEFT_OUT_S", 1e3)
-    left_out = first_timed(monkeypatch, {**choices, "num_workers": 2, "prefetch_factor": 3}, seed=1, lengths=lengths)
-    assert left_out == first_timed(monkeypatch, choices, seed=1, lengths=lengths)
+    in_order = first_timed(monkeypatch, choices, seed=1, lengths=lengths)
+    loaded = {**choices, "num_workers": 2, "prefetch_factor": 3}
+    for load_s, is_in_order in ((0.0, True), (1e3, False)):  # a worker that takes longer than a step would be behind
+        monkeypatch.setattr(MicroBatches, "longest_load_s", load_s)
+        assert (first_timed(monkeypatch, loaded, seed=1, lengths=lengths) == in_order) is is_in_order
 
 
 def test_of_long_steps_whose_samples_differ_nothing_of_the_warm_up_is_timed(monkeypatch):

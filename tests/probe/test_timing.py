@@ -224,6 +224,14 @@ def test_two_blocks_of_long_steps_are_enough_once_the_samples_are_taken():
     assert timing.is_done(2, 0.0)
 
 
+def test_a_block_in_which_a_pass_started_is_not_one_of_the_two():
+    timing = timing_of(num_samples=48, max_timed_s=5.0)
+    for starts in (0, 1, 0):
+        assert not timing.is_done(0, 0.0)
+        timing.blocks.add(40.0, 0.5, num_samples=24, starts=starts)
+    assert timing.is_done(3, 0.0)
+
+
 def test_a_run_of_so_many_steps_is_done_after_them_alone():
     timing = timing_of(num_steps=5, timeout_s=10.0)
     for _ in range(2 * MIN_BLOCKS):

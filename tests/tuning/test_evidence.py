@@ -55,6 +55,20 @@ def test_over_machines_as_the_prior_has_them_the_interval_covers_the_truth_as_of
     assert num / SEEDS / 2 == pytest.approx(0.95, abs=0.03)
 
 
+SEEN = (0.01, 0.014, 0.018, 0.023, 0.024, 0.036, 0.054, 0.076, 0.08, 0.277)  # in ten searches of 45 s
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 3])
+def test_over_searches_as_they_were_seen_the_interval_covers_the_truth(num_rounds):
+    assert sum(covered(noise, num_rounds) for noise in SEEN) / len(SEEN) >= 0.95
+
+
+def test_of_a_disturbed_round_more_rounds_tell_more():
+    logs = {"a": {0: 0.1, 1: 0.1}, "b": {0: 0.0, 1: 0.0}}
+    calm, disturbed = (Evidence(logs, {}, unrest).share_of_rounds("a", "b", 1) for unrest in ({}, {"b": {0: 0.7}}))
+    assert disturbed > calm + 0.1
+
+
 def test_a_disturbance_widens_by_what_it_may_have_moved_however_little_processes_differ():
     logs = {"a": {0: math.log(2.0)}, "b": {0: 0.0}}
     _, low, high = Evidence(logs, {}, {"b": {0: 0.7}}).difference("a", "b").ratio()

@@ -618,6 +618,7 @@ def test_before_processes_were_seen_to_differ_the_probes_tell_how_long_to_time()
     unequal = unplayed(*(timed_for_a_second(one, 100.0, 0.08) for one in (BASE, config(8))))
     equal = unplayed(*(timed_for_a_second(one, 100.0, 0.01) for one in (BASE, config(8))))
     expected_std = Evidence({}, {}).std
+    assert expected_std == pytest.approx(0.15, abs=0.02)
     assert unequal.timed_s(10.0) == pytest.approx(math.sqrt(0.08**2 / (expected_std**2 - 0.08**2)))
     assert unequal.timed_s(0.6) == 0.6
     assert equal.timed_s(10.0) == SHORTEST_TIMED_S
