@@ -616,6 +616,7 @@ def _free_bytes(info: DeviceInfo, world: World) -> int:
 def _place_of_logs(source: TaskSource, logs: Path, on_warning: Callable[[str], None]) -> Iterator[Path]:
     """The task's own folder in `logs`; where that cannot be written, one that is deleted, unless what fails names a log there."""
     place, why = logs / f"{source.name}.logs", ""
+    new = [folder for folder in (place, *place.parents) if not folder.exists()]
     try:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
@@ -627,7 +628,8 @@ def _place_of_logs(source: TaskSource, logs: Path, on_warning: Callable[[str], N
             yield place
         finally:
             with contextlib.suppress(OSError):  # it holds logs
-                place.rmdir()
+                for folder in new or [place]:
+                    folder.rmdir()
         return
     on_warning(f"nothing is kept, as {logs} cannot be written: {why}")
     passing = Path(tempfile.mkdtemp(prefix="autotune-"))

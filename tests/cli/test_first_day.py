@@ -107,7 +107,7 @@ def test_too_little_host_memory(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "100 MiB" in said and "raise --memory-limit" in said
 
 
-@pytest.mark.parametrize("command", [SEARCH, ("probe", "model.py", "--config", "{}"), ("predict", "model.py")])
+@pytest.mark.parametrize("command", [SEARCH, ("probe", "model.py", "--config", "{}")])
 def test_a_folder_that_is_read_only(command: tuple[str, ...], read_only: Path) -> None:
     said = refused_without_privileges(*command)
     assert "Permission denied" in said and ("--storage" in said or "a folder that may be written to" in said)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.session import PROCESS_WIDE
 from autotune.task import Task, load_task
 from autotune.task.loading import load_source
 from autotune.task.process_settings import apply_settings, end_switches, own_settings, read_settings, switching
@@ -54,7 +55,8 @@ def settings_of_a_process(given: dict[str, Any], code: str = "") -> dict[str, An
 
 @pytest.fixture(autouse=True)
 def _own_settings() -> Iterator[None]:
-    """Each test leaves torch as it was."""
+    """Each test begins without what a session before it has switched on, and leaves torch as it was."""
+    PROCESS_WIDE.end()
     before = read_settings()
     yield
     apply_settings(before)
