@@ -43,6 +43,14 @@ def _leave_syncing_out(connection: object, record: object) -> None:
         connection.execute("PRAGMA synchronous = OFF")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _let_data_workers_go() -> None:
+    """Wait half a second, and not five, for a data worker whose loader the garbage collector ends: such a one does not hear of it."""
+    from torch.utils.data import _utils
+
+    _utils.MP_STATUS_CHECK_INTERVAL = 0.5
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

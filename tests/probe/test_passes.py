@@ -254,7 +254,9 @@ def first_timed(monkeypatch, choices, seed, num_samples=320, lengths=(6,)):
     # new shapes are not trained once more, and no stall of the machine ends timing before all samples are taken
     endless = {"max_timed_s": 1e3, "timeout_s": 1e4, "shapes_recur": False}
     settings = ProbeSettings(memory_limit_bytes=None, num_samples=num_samples, seed=seed, phases=False, **endless)
-    Run(prepare(task, choices, device=device), device, settings, lambda progress: None).measure(0.0)
+    run = Run(prepare(task, choices, device=device), device, settings, lambda progress: None)
+    run.measure(0.0)
+    run._micro_batches._batches.close()  # data workers of a loader that the garbage collector ends are waited for, 5 s each
     assert len(taken) >= num_samples
     return taken[:num_samples]
 
