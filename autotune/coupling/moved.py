@@ -21,9 +21,8 @@ from autotune.task.adapters import uncounted
 from autotune.task.batches import fresh_copy, strided_parts
 from autotune.task.held import Place, tensors_held_by
 
-NUM_ELEMENTS = (
-    64  # of each larger tensor whose values are looked at: a change by `tensor.data` leaves its version as it is
-)
+# elements of each larger tensor that are looked at: a change by `tensor.data` leaves its version as it is
+NUM_ELEMENTS = 64
 MOST_BYTES = 2**22  # of a tensor of which all values are compared
 MOST_OUTSIDE = 256  # tensors outside the model that are looked at, nearest first: a task may hold its data, and a GPU is waited for
 

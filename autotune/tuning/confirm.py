@@ -87,7 +87,7 @@ def confirm(
     others_s = (1 - share) * max(0.0, search.budget.free_s)
 
     def keep_s() -> float:
-        return others_s if play_off.ahead() <= until_ahead_by else 0.0
+        return others_s if not others_s or play_off.ahead() <= until_ahead_by else 0.0
 
     play_off.left_s = lambda: search.budget.free_s - keep_s()
 

@@ -192,10 +192,9 @@ class PlayOff:
 
     def ahead(self) -> float:
         """What the leader is expected to gain over the baseline, as a logarithm; 0 where nothing was compared with it."""
-        if self._base is None or not (compared := self.compared):
+        if self._base is None:
             return 0.0
-        evidence = self.evidence()
-        return self._expected_merit(evidence)(self.leader(evidence, compared))
+        return max(map(self._expected_merit(self.evidence()), self.compared), default=0.0)
 
     def stake(self, num_rounds: int) -> float:
         """What so many more rounds could gain: the expected amount, as a logarithm, by which the answer becomes better.

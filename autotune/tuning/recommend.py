@@ -434,11 +434,10 @@ def _open_question(search: Search, standing: Standing | None, gain: Ratio | None
         return ""
     said = [f"{plural(len(tried), 'config') if tried else 'nothing'} ran beside the baseline"]
     said += [_not_played(search)] if not_played else []
-    said += (
-        [f"{late}, which was {history.objective.better} in the search, took part in no round of the play-off"]
-        if late
-        else []
-    )
+    if late:
+        said.append(
+            f"{late}, which was {history.objective.better} in the search, took part in no round of the play-off"
+        )
     if left:
         names = ", ".join(f"{name}={choice}" for name, choice in left[:NAMED])
         said.append(f"never run: {names}" + (f" and {len(left) - NAMED} more" if len(left) > NAMED else ""))
