@@ -233,6 +233,7 @@ def test_an_objective_by_another_observed_figure_needs_nothing_else(
 
 
 FILES = """
+import time
 from pathlib import Path
 import torch
 from autotune.devices import rapl
@@ -241,6 +242,7 @@ from autotune.devices.cpu import CpuDevice
 rapl.FOLDER = Path(__file__).parent
 CpuDevice.own_work = lambda device: 1.0  # the machine of the tests has other work
 COUNTER = rapl.FOLDER / "intel-rapl:0" / "energy_uj"
+counted_to_s = time.monotonic()
 
 
 def build_model():
@@ -252,8 +254,9 @@ def make_batch(n):
 
 
 def training_step(model, batch):
-    size = len(batch[0])
-    used_j = 1 + 0.01 * size**2
+    global counted_to_s
+    began_s, counted_to_s = counted_to_s, time.monotonic()
+    used_j = (10 + len(batch[0])) * (counted_to_s - began_s)  # so the processor draws 10 watts, and one for each sample
     COUNTER.write_text(str(int(COUNTER.read_text()) + round(used_j * 1e6)))
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
@@ -272,10 +275,7 @@ def test_on_a_cpu_the_counters_of_its_sockets_tell_it(tmp_path: Path, monkeypatc
         for size in (10, 40):
             measured = runner.probe(find_techniques().complete({"batch_size": size}), settings).measurement
             assert measured is not None and measured.counted[0].counter == "intel-rapl:0"
-            stated = (1 + 0.01 * size**2) / size
-            assert measured.joules_per_sample is not None
-            # other work stretches windows and steps unlike
-            assert 0.5 * stated < measured.joules_per_sample < 2 * stated
+            assert measured.joules_per_sample == pytest.approx((10 + size) / measured.samples_per_s, rel=0.1)
 
 
 def test_on_a_machine_that_is_never_alone_it_gives_up_soon_and_says_why(tmp_path: Path) -> None:
