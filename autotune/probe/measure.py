@@ -55,7 +55,6 @@ class Run:
     _met_s: float = 0.0  # seconds of that
     _num_met: int = 0  # micro batches of that
     _gradients: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = field(default_factory=list)
-    _settled_micro_s: list[float] = field(default_factory=list)  # of warm-up micro steps after the run had settled
     _tells_speed: bool = (
         False  # whether what is clocked bounds the speed: not in the first step, nor with the largest batches
     )
@@ -176,14 +175,15 @@ class Run:
         return measured.with_start_wait(self._together.largest(own_s), num_samples, within=within)
 
     def warm_up(self) -> float:
-        """Take at least three optimizer steps, continue until they settle, then finish one accumulation cycle.
+        """Take at least three optimizer steps (of long ones two), continue until they settle, then finish one accumulation cycle.
 
         Returns the seconds of compiling, or of loading compiled code from the cache.
 
         The first step takes one micro batch, and makes the optimizer's state. The next one takes the largest, twice if the config
         accumulates: accumulation peaks when one micro batch's activations lie beside the gradients of the earlier ones and that
         state. If batches differ, its time does not count as typical. The other steps take one micro batch. Where the peak is
-        known, all steps do, and there is no cycle.
+        known, all steps do, and there is no cycle. Of long micro steps the first two are enough, as blocks that differ are followed
+        by another, and there is no cycle either.
         """
         self.reporter.enter("warmup")
         is_peak_known = self.settings.known_peak_bytes > 0
@@ -195,10 +195,13 @@ class Run:
         while not self._has_taken(1):
             compiling_s += self._warm_step(self._take(1))
         if largest is not None:
-            compiling_s += self._warm_step(largest, is_typical=self.session.task.dataset() is None)
+            are_alike = self.session.task.dataset() is None or not self._long_run.shapes.are_several
+            compiling_s += self._warm_step(largest, is_typical=are_alike)
         # `verify` trains as the user does; and where several train together, all would have to meet a shape at once
         is_alone = self.session.world.size == 1 and not self.session.task.takes_whole_steps
         self._meets_shapes = is_alone and not self.settings.num_steps
+        if self._are_two_enough:
+            return compile_s_of(self.warm_steps)
         while True:
             compiling_s += self._warm_step(self._take(1))
             warm = self._timing.is_warm(
@@ -206,18 +209,30 @@ class Run:
             )
             if self._has_taken(2) and warm and not self.warm_steps[-1].compiled:
                 break
-        if is_peak_known:
+        if is_peak_known or self.warm_steps[-1].micro_s > LONG_S:
             return compile_s_of(self.warm_steps)
         missing = accumulation_steps - sum(step.num_micro for step in self.warm_steps)
         cycle_started_s = self.reporter.train_s
         if missing > 0:
             while missing > 0 and self.reporter.train_s - cycle_started_s < MAX_CYCLE_S:
-                micro_s = self._clock(lambda: self._accumulate_part(self._take(1)), 1)
+                self._clock(lambda: self._accumulate_part(self._take(1)), 1)
                 self._observe(self._observers.sample_warmup)
-                self._settled_micro_s.append(micro_s)
                 missing -= 1
             self._clock(self._update)
         return compile_s_of(self.warm_steps)
+
+    @property
+    def _are_two_enough(self) -> bool:
+        """Whether two steps were taken, and the second tells how long one takes, at more than `LONG_S` a micro batch.
+
+        It is a block then, and blocks that differ show that the run had not settled.
+        """
+        if self.settings.num_steps or self.session.world.size > 1 or self.settings.min_timed_s > LONG_S:
+            return False
+        if len(self.warm_steps) != 2 or self.session.scaler is not None:
+            return False
+        second = self.warm_steps[-1]
+        return second.is_typical and not second.compiled and second.micro_s > LONG_S
 
     def _begin_in_order(self) -> None:
         """Let timing begin with the first sample of the seed's order, if that takes little time or samples differ.
@@ -262,7 +277,7 @@ class Run:
         self._begin_with_gradients()
         accumulated_s = self._clock(partial(self._accumulate_part, batch), len(batch))
         self.losses.require_finite(self.num_steps + 1)
-        if len(self.warm_steps) == MIN_WARMUP_STEPS - 1 and self.session.scaler is None:
+        if 0 < len(self.warm_steps) < MIN_WARMUP_STEPS and self.session.scaler is None:
             require_finite_gradients(self.session.model, self.num_steps + 1)
         self._note_gradients()
         update_s = self._clock(self._update)
@@ -322,7 +337,7 @@ class Run:
         is_long = may_slice and typical.micro_s > LONG_S
         phases: dict[str, float] = {}
         if is_long and not self._long_run.shapes.are_several:  # those before the seed's order may be more work, or less
-            self._count_settled(typical.update_s, data_s)
+            self._count_settled(data_s)
         self._observers.start()
         num_whole = 0
         is_done = False
@@ -361,22 +376,19 @@ class Run:
         self._observers.end()
         return phases
 
-    def _count_settled(self, update_s: float, data_s: float) -> None:
-        """Make blocks of the warm-up's last step, with which the run had settled, and of the micro steps after it.
+    def _count_settled(self, data_s: float) -> None:
+        """Make a block of the warm-up's last step, with which the run had settled.
 
         Where something is to be watched for longer than a micro step, nothing of the warm-up counts: observers come after it.
 
         Args:
-            update_s: of a typical update; those micro steps have one together.
             data_s: of waiting for a batch.
         """
         if self.settings.min_timed_s > LONG_S:
             return
-        last = self.warm_steps[-1]
-        for warm in (last, *(WarmStep(micro_s, update_s) for micro_s in self._settled_micro_s)):
-            step = warm.after(data_s)
-            whole_s = step.whole_s(self.session.config.accumulation_steps)
-            self._timing.blocks.add(self._samples / whole_s, step.micro_s + step.update_s)
+        step = self.warm_steps[-1].after(data_s)
+        whole_s = step.whole_s(self.session.config.accumulation_steps)
+        self._timing.blocks.add(self._samples / whole_s, step.micro_s + step.update_s)
 
     @property
     def _spent_s(self) -> float:

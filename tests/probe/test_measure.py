@@ -111,21 +111,64 @@ def test_a_run_is_cut_short_by_the_speed_of_whole_optimizer_steps(clocked):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 8])
-def test_what_has_settled_of_the_warm_up_of_a_long_micro_step_is_timed(clocked, monkeypatch, accumulation_steps):
+def test_of_long_micro_steps_two_steps_are_enough_to_be_warm_and_the_second_is_timed(
+    clocked, monkeypatch, accumulation_steps
+):
     monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(
         clocked, {"batch_size": 2, "accumulation_steps": accumulation_steps}, max_timed_s=0.5, phases=False
     ).measure(0.0)
     assert measured.samples_per_s == pytest.approx(2 * accumulation_steps / (0.1 * accumulation_steps + 1.0))
-    after_the_cycle = max(0, accumulation_steps - 4)
-    assert len(measured.block_samples_per_s) == 2 + after_the_cycle
-    assert measured.num_steps == 4 + (after_the_cycle > 0)  # three to be warm, and one with all observers
+    assert len(measured.block_samples_per_s) == 2
+    assert measured.num_steps == 3  # two to be warm, and one with all observers
+
+
+def test_where_the_second_of_two_long_steps_was_slow_the_blocks_say_so_and_more_are_timed(clocked, now, monkeypatch):
+    monkeypatch.setattr(measure, "LONG_S", 0.05)
+    taken = []
+
+    def training_step(model, batch):
+        taken.append(batch)
+        now[0] += 1.0 if len(taken) <= 2 else 0.1  # micro batches of the first two steps
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    slow = dataclasses.replace(clocked, training_step=training_step)
+    measured = run_of(slow, {"batch_size": 2, "accumulation_steps": 1}, max_timed_s=0.5, phases=False).measure(0.0)
+    assert measured.samples_per_s == pytest.approx(2 / 1.1) and len(measured.block_samples_per_s) == 3
+
+
+def test_a_gradient_that_is_not_finite_is_seen_in_two_long_steps(clocked, monkeypatch):
+    monkeypatch.setattr(measure, "LONG_S", 0.05)
+
+    seen = []
+
+    def training_step(model, batch):
+        seen.append(batch)
+        if len(seen) == 2:
+            model.weight.register_hook(lambda grad: grad * float("nan"))
+        return clocked.training_step(model, batch)
+
+    broken = dataclasses.replace(clocked, training_step=training_step)
+    with pytest.raises(NonFiniteError, match="gradient of weight was not finite at optimizer step 2"):
+        run_of(broken, {"batch_size": 2}, max_timed_s=0.5).measure(0.0)
+
+
+def test_samples_that_differ_take_a_third_long_step_because_the_second_takes_the_widest(monkeypatch):
+    monkeypatch.setattr(measure, "LONG_S", 0.0)
+    task = task_of(
+        train_dataset=lambda: [(torch.randn(1 + n % 7, 6), 0) for n in range(64)],
+        make_batch=None,
+        training_step=lambda model, batch: model(batch[0]).square().mean(),
+    )
+    run = run_of(task, {"batch_size": 1}, max_timed_s=0.05)
+    run.warm_up()
+    assert len(run.warm_steps) >= 3
 
 
 def test_nothing_of_the_warm_up_counts_where_something_is_watched_for_some_seconds(clocked, monkeypatch):
     monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(clocked, CONFIG, max_timed_s=2.0, min_timed_s=2.0).measure(0.0)
-    assert measured.timed_s >= 2.0 and len(measured.block_samples_per_s) == measured.num_steps - 4
+    assert measured.timed_s >= 2.0 and len(measured.block_samples_per_s) == measured.num_steps - 3
 
 
 @pytest.mark.parametrize("long_s", [measure.LONG_S, 0.05])
