@@ -55,6 +55,7 @@ class ClosedFormRunner(InstantRunner):
     evaluations: list[int] = field(default_factory=list)  # their batch sizes
     waited_s: float = 0.0  # by which its clock is ahead
     num_slots: int = 1
+    limit_bytes: int = LIMIT_BYTES
 
     task_name = "closed"
 
@@ -101,9 +102,13 @@ class ClosedFormRunner(InstantRunner):
         self.configs.append(config)
         time.sleep(self.seconds)
         peak = self.peak_bytes(config)
-        if peak > LIMIT_BYTES:
+        if peak > self.limit_bytes:
             return Outcome(
-                kind=Kind.OOM, cause="no memory", peak_bytes=LIMIT_BYTES, attempted_bytes=peak - LIMIT_BYTES, wall_s=0.1
+                kind=Kind.OOM,
+                cause="no memory",
+                peak_bytes=self.limit_bytes,
+                attempted_bytes=peak - self.limit_bytes,
+                wall_s=0.1,
             )
         speed = self.samples_per_s(config) * (1 + self.noise * self._random.gauss(0, 1))
         return Outcome(kind=Kind.OK, measurement=measurement(config, speed, peak), wall_s=0.1)
@@ -122,6 +127,10 @@ class ClosedFormRunner(InstantRunner):
             1 - 0.12 * int(config["checkpoint_segments"])
         )
         return int((200 + per_sample * config.batch_size) * MIB)
+
+    def untraced_bytes(self, config: Config) -> int:
+        """What of the peak no trace shows."""
+        return 0
 
     def best_samples_per_s(self, space: Space, usable_bytes: float) -> float:
         """The optimum of the space."""

@@ -54,7 +54,10 @@ class RoughRunner(ClosedFormRunner):
     def peak_bytes(self, config: Config) -> int:
         activations = 60 * (1.0 if config["amp"] == "off" else 0.7)
         activations *= 1 - 0.5 * (int(config["checkpoint_segments"]) / 6) ** 0.5
-        return int((230 + activations * config.batch_size) * MIB)
+        return int((230 + activations * config.batch_size) * MIB) + self.untraced_bytes(config)
+
+    def untraced_bytes(self, config: Config) -> int:
+        return techniques.untraced_bytes(config)
 
 
 def drawn_for(group: Config) -> str:
@@ -86,7 +89,7 @@ class NoisyPeaks:
     models: Mapping[Group, ModelTrace] = field(default_factory=dict)  # every config is known without them
 
     def peak(self, config: Config, techniques: Techniques) -> TracedPeak:
-        trained = self.prober.peak_bytes(config) - OUTSIDE_BYTES - 10 * MIB
+        trained = self.prober.peak_bytes(config) - OUTSIDE_BYTES - 10 * MIB - self.prober.untraced_bytes(config)
         traced = max(MIB, int(trained * traced_share(config)))
         breakdown = Breakdown(
             parameters_bytes=MIB,

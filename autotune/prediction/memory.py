@@ -155,13 +155,13 @@ class MemoryModel:
                 more_bytes = (GATHERED_TIMES - 1) * trace.fixed_volume_bytes
                 return replace(trace, volume_bytes=round(trace.volume_bytes + more_bytes))
 
-            def outside_with_workers(config: Config) -> int:
-                return outside_of(config) + (0 if on_card else space.techniques.workers_bytes(config))
+            def outside_with_choices(config: Config) -> int:
+                return outside_of(config) + (0 if on_card else space.techniques.untraced_bytes(config))
 
             traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
             if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
-                self._traced = _Traced(peak_of, line, outside_with_workers, layout, measured, failed)
+                self._traced = _Traced(peak_of, line, outside_with_choices, layout, measured, failed)
         self._untraced: _Untraced | None = _Untraced(untraced_outside_of, layout, measured, failed)
 
     def of_traces_alone(self) -> MemoryModel:

@@ -79,7 +79,7 @@ class Techniques(Mapping[str, Technique]):
     def __init__(self, techniques: Iterable[Technique]) -> None:
         self._by_name = {technique.name: technique for technique in techniques}
         self._shaping = tuple(technique for technique in self.values() if technique.shapes_memory)
-        self._with_workers = tuple(each for each in self.values() if any(map(each.workers_bytes, each.choices)))
+        self._with_untraced = tuple(each for each in self.values() if any(map(each.untraced_bytes, each.choices)))
 
     def __getitem__(self, name: str) -> Technique:
         return self._by_name[name]
@@ -233,9 +233,9 @@ class Techniques(Mapping[str, Technique]):
         """What the techniques of `config` add to the settings of torch's CUDA allocator; empty for nothing."""
         return ",".join(filter(None, (t.allocator_settings(config[name]) for name, t in self.items())))
 
-    def workers_bytes(self, config: Config) -> int:
-        """Private memory of the processes that `config` starts beside the one that trains."""
-        return sum(technique.workers_bytes(config[technique.name]) for technique in self._with_workers)
+    def untraced_bytes(self, config: Config) -> int:
+        """What `config` takes beside what tracing shows where the processors train, whatever the model."""
+        return sum(technique.untraced_bytes(config[technique.name]) for technique in self._with_untraced)
 
     def all_allocator_settings(self) -> tuple[str, ...]:
         """Every text that a choice adds to the settings of torch's CUDA allocator, the empty one first."""

@@ -264,8 +264,10 @@ class Technique(ABC):
         """What `choice` adds to the settings of torch's CUDA allocator (PYTORCH_ALLOC_CONF); empty for nothing."""
         return ""
 
-    def workers_bytes(self, choice: Choice) -> int:
-        """Private memory of the processes that `choice` starts beside the one that trains."""
+    def untraced_bytes(self, choice: Choice) -> int:
+        """What `choice` takes beside what tracing shows where the processors train, whatever the model: processes that it starts, or
+        what libraries keep for another type.
+        """
         return 0
 
     def num_shards(self, choice: Choice, world: World) -> int:

@@ -69,7 +69,7 @@ class NumWorkers(LoaderOption):
         torch=Lines({At.LOADER: "num_workers={choice}, multiprocessing_context=start_method()"}),
     )
 
-    def workers_bytes(self, choice: Choice) -> int:
+    def untraced_bytes(self, choice: Choice) -> int:
         return int(choice) * WORKER_BYTES
 
     def support(self, setting: Setting) -> Support:

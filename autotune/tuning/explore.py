@@ -200,7 +200,7 @@ def _trace_between(search: Search) -> None:
             if search.at_once.width > 1:  # several probes at once would wait for each slice
                 while not tracing.is_done and not search.interrupted():
                     tracing.advance()
-            elif {*search.history.known} == {search.history.space.baseline}:
+            elif not {*search.history.feasible} - {search.history.space.baseline}:
                 _trace_the_next(search)
             else:
                 tracing.advance()
@@ -208,8 +208,8 @@ def _trace_between(search: Search) -> None:
 
 
 def _trace_the_next(search: Search) -> None:
-    """Trace the baseline, and what the first config after it needs, unless that fits easily: the first answer is not to wait until all
-    others are traced.
+    """Trace the baseline, and what the config needs that comes next, unless that fits easily: the first answer beside the baseline is not
+    to wait until all others are traced.
 
     Which config comes next depends on what is known of its memory, so it is asked for again after each trace. Where the baseline does
     not fit, only what was traced is trusted to fit; the fastest config is traced then, or a slow one would come next.

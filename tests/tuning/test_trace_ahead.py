@@ -138,10 +138,14 @@ ALL = plan_traces(build_space(inspection(), techniques)[0].tracing(), techniques
 
 
 def probed_in_turn(
-    folder: Path, found: Inspection, sampler: str = "cost-model", limit_bytes: int = LIMIT_BYTES
+    folder: Path,
+    found: Inspection,
+    sampler: str = "cost-model",
+    limit_bytes: int = LIMIT_BYTES,
+    kind: type[Noting] = Noting,
 ) -> list[Config | list[str]]:
     """The configs that a search probes, and what it traces between them."""
-    runner = Noting()
+    runner = kind(limit_bytes=limit_bytes)
     made = make_search(folder, runner, sampler=sampler, num_trials=3, inspection=found, limit_bytes=limit_bytes)
     made.tracing = Tracing(runner, made.history.space.tracing, "cpu", None, max_s=60.0)
     made.cost_model = CostModel(lambda: made.tracing.traces, outside_bytes=200 * MIB)
@@ -156,6 +160,21 @@ def test_the_first_config_after_the_baseline_waits_for_no_traces_but_its_own(tmp
     assert isinstance(baseline, Config) and isinstance(second, Config)
     assert own == ALL.needed_by([baseline, second], techniques).labels()
     assert isinstance(others, list) and {*others} == {*ALL.labels()} - {*own} != set()
+
+
+class Needy(Noting):
+    """Whatever is not plain needs more than the limit."""
+
+    def peak_bytes(self, config: Config) -> int:
+        return super().peak_bytes(config) if config["amp"] == "off" else self.limit_bytes - MIB
+
+
+def test_until_something_beside_the_baseline_fits_only_what_comes_next_is_traced(tmp_path: Path) -> None:
+    noted = probed_in_turn(tmp_path, inspection(), limit_bytes=SCARCE_BYTES, kind=Needy)
+    probed = [one for one in noted if isinstance(one, Config)]
+    assert len(probed) == 3 and probed[1]["amp"] != "off"  # which does not fit
+    traced = {label for one in noted if isinstance(one, list) for label in one}
+    assert traced == {*ALL.needed_by(probed, techniques).labels()}
 
 
 @pytest.mark.parametrize("sampler", ["cost-model", "random", "gp"])
