@@ -182,8 +182,8 @@ class Run:
         The first step takes one micro batch, and makes the optimizer's state. The next one takes the largest, twice if the config
         accumulates: accumulation peaks when one micro batch's activations lie beside the gradients of the earlier ones and that
         state. If batches differ, its time does not count as typical. The other steps take one micro batch. Where the peak is
-        known, all steps do, and there is no cycle. Of long micro steps the first two are enough, as blocks that differ are followed
-        by another, and there is no cycle either.
+        known, all steps do, and there is no cycle. Of long micro steps the first two are enough, and there is no cycle either: the
+        second and the one after it are blocks, which are followed by more unless they agree as two steps of a warm-up do.
         """
         self.reporter.enter("warmup")
         is_peak_known = self.settings.known_peak_bytes > 0
@@ -201,6 +201,7 @@ class Run:
         is_alone = self.session.world.size == 1 and not self.session.task.takes_whole_steps
         self._meets_shapes = is_alone and not self.settings.num_steps
         if self._are_two_enough:
+            self._timing.blocks.show_warmth = True
             return compile_s_of(self.warm_steps)
         while True:
             compiling_s += self._warm_step(self._take(1))
@@ -225,7 +226,7 @@ class Run:
     def _are_two_enough(self) -> bool:
         """Whether two steps were taken, and the second tells how long one takes, at more than `LONG_S` a micro batch.
 
-        It is a block then, and blocks that differ show that the run had not settled.
+        It is a block then, and one that differs from the next shows that the run had not settled.
         """
         if self.settings.num_steps or self.session.world.size > 1 or self.settings.min_timed_s > LONG_S:
             return False

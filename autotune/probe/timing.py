@@ -98,10 +98,12 @@ class Blocks:
 
     Attributes:
         unequal: whether samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
+        show_warmth: whether the first of them is the run's second step, so that the others have to show that it was warm.
     """
 
     settings: ProbeSettings
     unequal: bool = False
+    show_warmth: bool = False
     samples_per_s: list[float] = field(default_factory=list)
     timed_s: float = 0.0
     num_samples: int = 0
@@ -147,6 +149,8 @@ class Blocks:
     def _agree(self) -> bool:
         """Whether equal blocks differ as little as long ones should. The first of a process may not, in the same way in each process."""
         speeds = self.samples_per_s
+        if self.show_warmth:
+            return max(speeds) - min(speeds) <= WARM_DIFFERENCE * median(speeds)
         return self.unequal or max(speeds) - min(speeds) <= UNLIKE * median(speeds)
 
     @property

@@ -13,6 +13,7 @@ from autotune.techniques import Build, Expectation, Factor, Phase, Setting, Swit
 from autotune.techniques.build import FEW
 from autotune.techniques.checkpoint_segments import buffers_of, copies_stand_in
 from autotune.techniques.frameworks import At, Lines, Unsaid, words
+from autotune.units import MIB
 
 if TYPE_CHECKING:
     from autotune.task import Task
@@ -22,6 +23,8 @@ Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 # Modules whose backward pass, when in place, needs only their result. torch's others (SiLU, Mish, Hardtanh) keep a copy of
 # their input instead, and save nothing (tools/autograd/derivatives.yaml).
 _FUNCTIONS = ("ReLU", "LeakyReLU", "ELU", "SELU", "CELU")
+# What oneDNN keeps for the shapes of those passes: 10 to 19 MiB in bf16, 1 to 8 MiB in fp32, with eight linear layers
+PASSES_BYTES = 12 * MIB
 _NUM_PASSES = 5  # a branch that a third of all passes take is missed with a probability of 13 %
 
 
@@ -52,6 +55,9 @@ class InplaceActivations(Switch):
 
     def conflict(self, config: Config) -> str:
         return "the compiler decides what is overwritten" if config["compile"] != "off" else ""
+
+    def untraced_bytes(self, choice: Choice) -> int:
+        return PASSES_BYTES if choice else 0
 
     def why_not(self, setting: Setting) -> str:
         """It applies where at least one module may overwrite its input, and a training pass that does so raises no error."""
