@@ -55,6 +55,7 @@ class Run:
     _met_s: float = 0.0  # seconds of that
     _num_met: int = 0  # micro batches of that
     _gradients: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = field(default_factory=list)
+    _begins_with_all: bool = False  # whether each gradient is among those that were noted
     _tells_speed: bool = (
         False  # whether what is clocked bounds the speed: not in the first step, nor with the largest batches
     )
@@ -179,9 +180,9 @@ class Run:
 
         Returns the seconds of compiling, or of loading compiled code from the cache.
 
-        The first step takes one micro batch, and makes the optimizer's state. The next one takes the largest, twice if the config
-        accumulates: accumulation peaks when one micro batch's activations lie beside the gradients of the earlier ones and that
-        state. If batches differ, its time does not count as typical. The other steps take one micro batch. Where the peak is
+        The first step takes one micro batch, and makes the optimizer's state. The next one takes the largest. Accumulation peaks when
+        one micro batch's activations lie beside the gradients of the earlier ones and that state: where such gradients cannot be made
+        ahead, it is taken twice. If batches differ, its time does not count as typical. The other steps take one micro batch. Where the peak is
         known, all steps do, and there is no cycle. Of long micro steps the first two are enough, and there is no cycle either: the
         second and the one after it are blocks, which are followed by more unless they agree as two steps of a warm-up do.
         """
@@ -196,7 +197,11 @@ class Run:
             compiling_s += self._warm_step(self._take(1))
         if largest is not None:
             are_alike = self.session.task.dataset() is None or not self._long_run.shapes.are_several
-            compiling_s += self._warm_step(largest, is_typical=are_alike)
+            num_trained = (
+                1 if self._begins_with_all else len(largest)
+            )  # the other one is held meanwhile, as those of a step are
+            trained = StepBatch(zip(largest[:num_trained], largest.sizes, strict=False))
+            compiling_s += self._warm_step(trained, is_typical=are_alike)
         # `verify` trains as the user does; and where several train together, all would have to meet a shape at once
         is_alone = self.session.world.size == 1 and not self.session.task.takes_whole_steps
         self._meets_shapes = is_alone and not self.settings.num_steps
@@ -517,11 +522,13 @@ class Run:
         session = self.session
         if session.config.accumulation_steps == 1 or session.world.size > 1 or session.task.takes_whole_steps:
             return
+        found = [(p, p.grad) for p in session.model.parameters() if p.grad is not None]
         self._gradients = [
             (p, partial(torch.empty_strided, g.size(), g.stride(), dtype=g.dtype, device=g.device))
-            for p in session.model.parameters()
-            if (g := p.grad) is not None and g.layout is torch.strided
+            for p, g in found
+            if g.layout is torch.strided
         ]
+        self._begins_with_all = len(self._gradients) == len(found)
 
     def _begin_with_gradients(self) -> None:
         """Give the parameters that were noted gradients of zero, as they have some after an accumulating step's first micro batch.

@@ -52,8 +52,11 @@ class LengthDistribution:
         return float(np.diff(edges) @ np.array(self.quantiles, dtype=float))
 
 
-def sample_lengths(task: Task) -> LengthDistribution | None:
+def sample_lengths(task: Task, *, only_whether: bool = False) -> LengthDistribution | None:
     """Sample lengths of the task's training set, for which each sample is collated alone, within about 1 s.
+
+    Args:
+        only_whether: whether to look at no more samples than show that lengths differ.
 
     Returns:
         None without a training set of known size, where samples are too slow to look at, where a single sample makes no
@@ -77,7 +80,8 @@ def sample_lengths(task: Task) -> LengthDistribution | None:
     found: list[tuple[int, int]] = []  # (width, index)
     for index in random.Random(0).sample(range(num_samples), min(num_samples, NUM_SAMPLED)):
         found.append((width_of(index), index))
-        if time.monotonic() > deadline:
+        is_known = only_whether and len(found) == MIN_SAMPLES and len({width for width, _ in found}) > 1
+        if is_known or time.monotonic() > deadline:
             break
     found.sort()
     if len(found) < min(num_samples, MIN_SAMPLES) or not found or found[0][0] == 0:

@@ -64,7 +64,7 @@ class LengthBucketing(Switch):
             return reason
         if len(task.widest()) < min(len(dataset), NUM_SAMPLED):
             return "samples take long to read, and each would be read once more for its length"
-        lengths = sample_lengths(task)
+        lengths = sample_lengths(task, only_whether=True)
         if lengths is None:
             return "a batch is not padded to its longest sample"
         return "samples take the same room in a batch" if lengths.quantiles[0] == lengths.quantiles[-1] else ""
