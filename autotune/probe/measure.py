@@ -32,8 +32,8 @@ from autotune.task.batches import StepBatch, fresh_copy
 MAX_SCALER_STEPS = 40  # GradScaler halves from 65536: 40 skips mean that it never settles
 MAX_CYCLE_S = 1.0  # while warming up, an accumulation cycle is ended after so long
 SLICE_ABOVE_S = 0.3  # an optimizer step longer than this is timed by its parts
-# A micro step longer than this is split by phase while it is timed, as to wait for the device in between costs nothing, and what has
-# settled of its warm-up counts: a single block is then long enough to see other work in it.
+# A micro step longer than this is split by phase while it is timed, as to wait for the device in between costs nothing, and the last
+# step of its warm-up counts: a single block is then long enough to see other work in it.
 LONG_S = 0.3
 AHEAD_S = 0.25  # batches that were drawn before the seed's order began are trained before timing if that takes no longer than this
 LEFT_OUT_S = 0.5  # so long such batches are drawn and not trained, where samples differ
@@ -55,10 +55,9 @@ class Run:
     _met_s: float = 0.0  # seconds of that
     _num_met: int = 0  # micro batches of that
     _gradients: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = field(default_factory=list)
-    _begins_with_all: bool = False  # whether each gradient is among those that were noted
-    _tells_speed: bool = (
-        False  # whether what is clocked bounds the speed: not in the first step, nor with the largest batches
-    )
+    _begins_with_all: bool = False  # whether every trained parameter is among them
+    # whether what is clocked bounds the speed: not in the first step, nor with the largest batches where batches differ
+    _tells_speed: bool = False
 
     def __post_init__(self) -> None:
         self.losses = Losses(self.session)
@@ -176,15 +175,15 @@ class Run:
         return measured.with_start_wait(self._together.largest(own_s), num_samples, within=within)
 
     def warm_up(self) -> float:
-        """Take at least three optimizer steps (of long ones two), continue until they settle, then finish one accumulation cycle.
+        """Take three optimizer steps or more (of long ones two), until they settle, then finish one accumulation cycle.
 
         Returns the seconds of compiling, or of loading compiled code from the cache.
 
         The first step takes one micro batch, and makes the optimizer's state. The next one takes the largest. Accumulation peaks when
         one micro batch's activations lie beside the gradients of the earlier ones and that state: where such gradients cannot be made
-        ahead, it is taken twice. If batches differ, its time does not count as typical. The other steps take one micro batch. Where the peak is
-        known, all steps do, and there is no cycle. Of long micro steps the first two are enough, and there is no cycle either: the
-        second and the one after it are blocks, which are followed by more unless they agree as two steps of a warm-up do.
+        ahead, it is taken twice. If batches differ, its time does not count as typical. The other steps take one micro batch. Where the
+        peak is known, all steps do. Of long micro steps the first two are enough: the second and the one after it are blocks, which are
+        followed by more unless they agree as two steps of a warm-up do. There is no cycle where steps are long or the peak is known.
         """
         self.reporter.enter("warmup")
         is_peak_known = self.settings.known_peak_bytes > 0
@@ -197,16 +196,14 @@ class Run:
             compiling_s += self._warm_step(self._take(1))
         if largest is not None:
             are_alike = self.session.task.dataset() is None or not self._long_run.shapes.are_several
-            num_trained = (
-                1 if self._begins_with_all else len(largest)
-            )  # the other one is held meanwhile, as those of a step are
+            # where it begins with all gradients one is enough; the other is held meanwhile, as those of a step are
+            num_trained = 1 if self._begins_with_all else len(largest)
             trained = StepBatch(zip(largest[:num_trained], largest.sizes, strict=False))
             compiling_s += self._warm_step(trained, is_typical=are_alike)
         # `verify` trains as the user does; and where several train together, all would have to meet a shape at once
         is_alone = self.session.world.size == 1 and not self.session.task.takes_whole_steps
         self._meets_shapes = is_alone and not self.settings.num_steps
         if self._are_two_enough:
-            self._timing.blocks.show_warmth = True
             return compile_s_of(self.warm_steps)
         while True:
             compiling_s += self._warm_step(self._take(1))
@@ -231,14 +228,17 @@ class Run:
     def _are_two_enough(self) -> bool:
         """Whether two steps were taken, and the second tells how long one takes, at more than `LONG_S` a micro batch.
 
-        It is a block then, and one that differs from the next shows that the run had not settled.
+        It is a block then, and those after it show whether it was warm. A process of the play-off, which splits no step by phase, and a
+        config that would not be timed at all take a third step.
         """
-        if self.settings.num_steps or self.session.world.size > 1 or self.settings.min_timed_s > LONG_S:
+        settings = self.settings
+        if not settings.phases or settings.num_steps or self.session.world.size > 1 or settings.min_timed_s > LONG_S:
             return False
         if len(self.warm_steps) != 2 or self.session.scaler is not None:
             return False
         second = self.warm_steps[-1]
-        return second.is_typical and not second.compiled and second.micro_s > LONG_S
+        is_told = second.is_typical and not second.compiled and second.micro_s > LONG_S
+        return is_told and not self._timing.is_hopeless(self._whole_steps_s())
 
     def _begin_in_order(self) -> None:
         """Let timing begin with the first sample of the seed's order, if that takes little time or samples differ.
@@ -383,7 +383,7 @@ class Run:
         return phases
 
     def _count_settled(self, data_s: float) -> None:
-        """Make a block of the warm-up's last step, with which the run had settled.
+        """Make a block of the warm-up's last step, with which the run had settled, or which those after it show to be warm.
 
         Where something is to be watched for longer than a micro step, nothing of the warm-up counts: observers come after it.
 
@@ -392,6 +392,7 @@ class Run:
         """
         if self.settings.min_timed_s > LONG_S:
             return
+        self._timing.blocks.is_first_warm = len(self.warm_steps) >= MIN_WARMUP_STEPS
         step = self.warm_steps[-1].after(data_s)
         whole_s = step.whole_s(self.session.config.accumulation_steps)
         self._timing.blocks.add(self._samples / whole_s, step.micro_s + step.update_s)
@@ -522,13 +523,13 @@ class Run:
         session = self.session
         if session.config.accumulation_steps == 1 or session.world.size > 1 or session.task.takes_whole_steps:
             return
-        found = [(p, p.grad) for p in session.model.parameters() if p.grad is not None]
+        trained = [p for p in session.model.parameters() if p.requires_grad]
         self._gradients = [
             (p, partial(torch.empty_strided, g.size(), g.stride(), dtype=g.dtype, device=g.device))
-            for p, g in found
-            if g.layout is torch.strided
+            for p in trained
+            if (g := p.grad) is not None and g.layout is torch.strided
         ]
-        self._begins_with_all = len(self._gradients) == len(found)
+        self._begins_with_all = len(self._gradients) == len(trained)
 
     def _begin_with_gradients(self) -> None:
         """Give the parameters that were noted gradients of zero, as they have some after an accumulating step's first micro batch.

@@ -16,7 +16,7 @@ from autotune.records.measured import NORMAL_95
 from autotune.records.outcome import Measurement, Progress
 
 MIN_WARMUP_STEPS = 3  # optimizer steps: state allocated, kernels chosen, caches filled; the first one says nothing
-WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this
+WARM_DIFFERENCE = 0.05  # two successive medians of three steps differ by less than this, and a block that may be cold from those after it
 MIN_BLOCKS = 6  # the range of so many blocks is a 95 % interval of their median; that of fewer is not
 FEWEST_BLOCKS = 2  # of one alone there is no interval
 OVERTIME = 2  # after this many times `max_timed_s` two blocks are enough: long steps differ little. If not, three, after twice as long
@@ -98,12 +98,13 @@ class Blocks:
 
     Attributes:
         unequal: whether samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
-        show_warmth: whether the first of them is the run's second step, so that the others have to show that it was warm.
+        is_first_warm: whether the first of them is known to be warm. Where it is the run's second step, those after it show that; it is
+            left out where they do not.
     """
 
     settings: ProbeSettings
     unequal: bool = False
-    show_warmth: bool = False
+    is_first_warm: bool = True
     samples_per_s: list[float] = field(default_factory=list)
     timed_s: float = 0.0
     num_samples: int = 0
@@ -117,17 +118,26 @@ class Blocks:
         self._starts.append(starts)
         self.timed_s += block_s
         self.num_samples += num_samples
+        if not self.is_first_warm and len(self.samples_per_s) > FEWEST_BLOCKS:
+            self._judge_the_first()
         width = self.half_width
         if len(self.samples_per_s) >= MIN_BLOCKS and width < 0.95 * self._narrowest:
             self._narrowest, self._narrowest_at = width, len(self.samples_per_s)
 
+    def _judge_the_first(self) -> None:
+        """Leave out the first block where it differs from those after it as a run's steps do that has not settled."""
+        first, *later = self.samples_per_s
+        if abs(first - median(later)) > WARM_DIFFERENCE * median(later):
+            del self.samples_per_s[0], self._starts[0]
+        self.is_first_warm = True
+
     def leave_out_starts(self) -> bool:
-        """Leave out the blocks in which a pass over the training set started, unless many did or no block would be left.
+        """Leave out the blocks in which a pass over the training set started, unless many did or no block would be left that is warm.
 
         Returns whether no start is in the blocks now.
         """
         within = [speed for speed, starts in zip(self.samples_per_s, self._starts, strict=True) if not starts]
-        if not within or sum(self._starts) >= MANY_STARTS:
+        if len(within) < (1 if self.is_first_warm else FEWEST_BLOCKS) or sum(self._starts) >= MANY_STARTS:
             return False
         self.samples_per_s, self._starts = within, [0] * len(within)
         return True
@@ -149,7 +159,7 @@ class Blocks:
     def _agree(self) -> bool:
         """Whether equal blocks differ as little as long ones should. The first of a process may not, in the same way in each process."""
         speeds = self.samples_per_s
-        if self.show_warmth:
+        if not self.is_first_warm:
             return max(speeds) - min(speeds) <= WARM_DIFFERENCE * median(speeds)
         return self.unequal or max(speeds) - min(speeds) <= UNLIKE * median(speeds)
 
@@ -203,14 +213,17 @@ class Timing:
         settled = is_warm(steps_s) or warmup_s > self.settings.max_warmup_s
         return num_steps >= MIN_WARMUP_STEPS and settled
 
-    def cut_short(self, steps_s: Sequence[float]) -> bool:
-        """If the config is too slow to be worth timing, make its warm-up steps the measurement. Returns whether it is too slow.
+    def is_hopeless(self, steps_s: Sequence[float]) -> bool:
+        """Whether a config with such steps is too slow to be worth timing.
 
         It is if its median step is below `slowest_samples_per_s`, or if the front beats even its fastest step by the factor `FAR`.
         """
         is_slow = self.samples / median(steps_s) < self.settings.slowest_samples_per_s
-        is_hopeless = is_slow or self._is_beaten(FAR * self.samples / min(steps_s))
-        if self.settings.num_steps or not is_hopeless:
+        return is_slow or self._is_beaten(FAR * self.samples / min(steps_s))
+
+    def cut_short(self, steps_s: Sequence[float]) -> bool:
+        """If the config is too slow to be worth timing, make its warm-up steps the measurement. Returns whether it is too slow."""
+        if self.settings.num_steps or not self.is_hopeless(steps_s):
             return False
         for step_s in steps_s:
             self.blocks.add(self.samples / step_s, 0.0)

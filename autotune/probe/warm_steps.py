@@ -16,7 +16,7 @@ class WarmStep:
         update_s: seconds of the update.
         compiled: something was compiled in it, so it does not tell the speed.
         num_micro: micro batches that it took.
-        is_typical: its batches are like those of training, and not the largest of them.
+        is_typical: its batches are like those of training, and not the largest where batches differ.
     """
 
     micro_s: float
@@ -35,7 +35,7 @@ class WarmStep:
 
 
 def telling_steps(steps: Sequence[WarmStep]) -> list[WarmStep]:
-    """Those that tell the speed: without the first, which is cold, the largest, and those that compiled."""
+    """Those that tell the speed: without the first, which is cold, those that are not typical, and those that compiled."""
     later = [step for step in steps[1:] if step.is_typical]
     return [step for step in later if not step.compiled] or later
 

@@ -23,9 +23,10 @@ Contexts = Sequence[Callable[[], AbstractContextManager[Any]]]
 # Modules whose backward pass, when in place, needs only their result. torch's others (SiLU, Mish, Hardtanh) keep a copy of
 # their input instead, and save nothing (tools/autograd/derivatives.yaml).
 _FUNCTIONS = ("ReLU", "LeakyReLU", "ELU", "SELU", "CELU")
-# What oneDNN keeps for the shapes of those passes: 10 to 19 MiB in bf16, 1 to 8 MiB in fp32, with eight linear layers
-PASSES_BYTES = 12 * MIB
 _NUM_PASSES = 5  # a branch that a third of all passes take is missed with a probability of 13 %
+# What oneDNN keeps for the shapes of those passes, beside what it keeps for a type: 10 to 19 MiB in bf16, 1 to 8 MiB in fp32, with eight
+# linear layers
+PASSES_BYTES = 12 * MIB
 
 
 class InplaceActivations(Switch):

@@ -200,7 +200,7 @@ def _trace_between(search: Search) -> None:
             if search.at_once.width > 1:  # several probes at once would wait for each slice
                 while not tracing.is_done and not search.interrupted():
                     tracing.advance()
-            elif not {*search.history.feasible} - {search.history.space.baseline}:
+            elif search.history.baseline and not {*search.history.feasible} - {search.history.space.baseline}:
                 _trace_the_next(search)
             else:
                 tracing.advance()

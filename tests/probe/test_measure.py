@@ -110,22 +110,23 @@ def test_a_run_is_cut_short_by_the_speed_of_whole_optimizer_steps(clocked):
     assert measured.samples_per_s == pytest.approx(TRUE_SPEED)
 
 
+@pytest.mark.parametrize(("phases", "num_steps"), [(True, 3), (False, 4)])
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 8])
-def test_of_long_micro_steps_two_steps_are_enough_to_be_warm_and_the_second_is_timed(
-    clocked, monkeypatch, accumulation_steps
+def test_of_long_micro_steps_the_last_of_the_warm_up_is_timed_and_a_probe_that_explores_is_warm_after_two(
+    clocked, monkeypatch, accumulation_steps, phases, num_steps
 ):
     monkeypatch.setattr(measure, "LONG_S", 0.05)
-    measured = run_of(
-        clocked, {"batch_size": 2, "accumulation_steps": accumulation_steps}, max_timed_s=0.5, phases=False
-    ).measure(0.0)
+    config = {"batch_size": 2, "accumulation_steps": accumulation_steps}
+    measured = run_of(clocked, config, max_timed_s=0.5, phases=phases).measure(0.0)
     assert measured.samples_per_s == pytest.approx(2 * accumulation_steps / (0.1 * accumulation_steps + 1.0))
     assert len(measured.block_samples_per_s) == 2
-    assert measured.num_steps == 3  # two to be warm, and one with all observers
+    assert measured.num_steps == num_steps
 
 
-@pytest.mark.parametrize(("slow_s", "num_blocks"), [(0.12, 2), (0.2, 3), (1.0, 3)])
-def test_where_the_second_of_two_long_steps_was_slow_the_next_says_so_and_more_are_timed(
-    clocked, now, monkeypatch, slow_s, num_blocks
+@pytest.mark.parametrize(("slow_s", "num_steps"), [(0.12, 3), (0.2, 4), (1.0, 4)])
+@pytest.mark.parametrize("has_dataset", [False, True])
+def test_where_the_second_of_two_long_steps_was_slow_the_next_says_so_and_it_does_not_count(
+    clocked, now, monkeypatch, slow_s, num_steps, has_dataset
 ):
     monkeypatch.setattr(measure, "LONG_S", 0.05)
     taken = []
@@ -135,10 +136,25 @@ def test_where_the_second_of_two_long_steps_was_slow_the_next_says_so_and_more_a
         now[0] += slow_s if len(taken) <= 2 else 0.1  # micro batches of the first two steps; an update takes a second
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    slow = dataclasses.replace(clocked, training_step=training_step)
-    measured = run_of(slow, {"batch_size": 2, "accumulation_steps": 1}, max_timed_s=0.5, phases=False).measure(0.0)
-    assert len(measured.block_samples_per_s) == num_blocks
+    samples = {"make_batch": None, "train_dataset": lambda: [(torch.ones(6), 0)] * 64} if has_dataset else {}
+    slow = dataclasses.replace(clocked, training_step=training_step, **samples)
+    measured = run_of(slow, {"batch_size": 2, "accumulation_steps": 1}, max_timed_s=0.5).measure(0.0)
+    assert len(taken) == num_steps and len(measured.block_samples_per_s) == 2
     assert measured.samples_per_s == pytest.approx(2 / 1.1, rel=0.01)
+
+
+def test_what_looks_hopeless_after_two_long_steps_takes_a_third_before_it_is_given_up(clocked, now, monkeypatch):
+    monkeypatch.setattr(measure, "LONG_S", 0.05)
+    taken = []
+
+    def training_step(model, batch):
+        taken.append(batch)
+        now[0] += 9.0 if len(taken) <= 2 else 0.1
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    slow = dataclasses.replace(clocked, training_step=training_step)
+    run = run_of(slow, {"batch_size": 2, "accumulation_steps": 1}, slowest_samples_per_s=0.3)
+    assert not run.measure(0.0).cut_short and len(run.warm_steps) >= 3
 
 
 def test_a_gradient_that_is_not_finite_is_seen_in_two_long_steps(clocked, monkeypatch):
@@ -320,9 +336,26 @@ def test_the_peak_of_accumulating_has_activations_beside_the_gradients_and_the_o
     assert (True, True) in beside
 
 
-def test_where_gradients_cannot_be_made_ahead_two_of_the_largest_batches_are_accumulated():
+class Seldom(nn.Module):
+    """A second layer that the first pass leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.often, self.seldom, self.num_passes = nn.Embedding(16, 4), nn.Linear(4, 4), 0
+
+    def forward(self, words):
+        self.num_passes += 1
+        return self.often(words) if self.num_passes == 1 else self.seldom(self.often(words))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Linear(4, 2)), Seldom],
+    ids=["sparse", "seldom"],
+)
+def test_where_not_all_gradients_can_be_made_ahead_two_of_the_largest_batches_are_accumulated(model):
     task = task_of(
-        build_model=lambda: nn.Sequential(nn.Embedding(16, 4, sparse=True), nn.Linear(4, 2)),
+        build_model=model,
         make_batch=lambda n: torch.zeros(n, dtype=torch.long),
         training_step=lambda model, batch: model(batch).square().mean(),
     )

@@ -179,7 +179,7 @@ def test_a_start_is_measured_where_none_falls_into_the_probe(persistent):
         time.sleep(4 * LOAD_S)  # as long as a step takes, in which the worker loads
     workers = multiprocessing.active_children()
     assert batches.start_wait_s(50.0, may_measure=True) > LOAD_S
-    assert multiprocessing.active_children() == workers
+    assert {*multiprocessing.active_children()} <= {*workers}  # those of an earlier session may have ended meanwhile
 
 
 @pytest.mark.parametrize("choices", [{}, {"persistent_workers": True}, {"length_bucketing": True}])
@@ -292,7 +292,7 @@ def test_of_long_steps_whose_samples_differ_nothing_of_the_warm_up_is_timed(monk
     monkeypatch.setattr(measure, "LONG_S", 0.0)
     monkeypatch.setattr(measure, "SLICE_ABOVE_S", 0.0)
     counted = []
-    monkeypatch.setattr(Run, "_count_settled", lambda run, update_s, data_s: counted.append(run))
+    monkeypatch.setattr(Run, "_count_settled", lambda run, data_s: counted.append(run))
     for lengths in ((6,), range(6, 300)):
         first_timed(monkeypatch, {"batch_size": 4, "accumulation_steps": 8}, seed=1, num_samples=8, lengths=lengths)
     assert len(counted) == 1

@@ -202,3 +202,18 @@ def test_a_probe_that_fails_by_a_sample_tells_which(bad: str, config: Any, cause
         settings = ProbeSettings(memory_limit_bytes=4 * 2**30, timeout_s=60)
         outcome = runner.probe(complete({"batch_size": 16, **config}, global_batch=48), settings)
     assert outcome.kind in (Kind.ERROR, Kind.NONFINITE) and cause in outcome.cause
+
+
+def test_whether_lengths_differ_is_known_after_few_samples():
+    reads = []
+
+    class Counting(list):
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    samples = Counting(torch.ones(1 + number % 5, 8) for number in range(2000))
+    task = lines(dataset=samples)
+    few = sample_lengths(task, only_whether=True)
+    assert few is not None and few.quantiles[0] < few.quantiles[-1]
+    assert len(reads) <= module.MIN_SAMPLES + 2  # and the two that are collated together

@@ -45,7 +45,8 @@ def growth_per_step(held: list[tuple[float, int]]) -> float:
     few, in most where there are many) and exceeds the fluctuation of allocators. It is the median over the blocks: one wide batch
     makes room that the process keeps, and says nothing of the next steps.
     """
-    settled = held[max(1, len(held) // 3) :]
+    # of few only as many as leave enough: after the first step comes the one with the largest batches, which widens the heap
+    settled = held[max(1, min(len(held) // 3, len(held) - MIN_INCREMENTS - 1)) :]
     steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(settled)]
     if len(steps) < MIN_INCREMENTS:
         return 0.0
