@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -41,8 +40,7 @@ def compare(world: World, parallel: str) -> tuple[Check, int]:
         configure_optimizers=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
     )
     held: list[int] = []
-    # Where a process waits for another, its layers may be gathered, and gradients on their way, for longer; and a free piece of the heap
-    # now and then holds a copy unseen.
+    # Free pieces of the heap hold copies unseen, now and then in three of five comparisons, so the largest counts.
     for _ in range(5):
         # Free pieces of the heap, also those of the process that this one was forked from, would hold copies unseen.
         ctypes.CDLL(None).malloc_trim(0)
@@ -50,7 +48,7 @@ def compare(world: World, parallel: str) -> tuple[Check, int]:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak
         check = run_checks(task, {"parallel": parallel}, "cpu", batch_size=4, world=world)
         held.append(linux.process_memory().peak_touched_bytes - before_bytes)
-    return check, round(median(held))
+    return check, max(held)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
