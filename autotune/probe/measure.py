@@ -55,7 +55,6 @@ class Run:
     _met_s: float = 0.0  # seconds of that
     _num_met: int = 0  # micro batches of that
     _gradients: list[tuple[torch.nn.Parameter, Callable[[], torch.Tensor]]] = field(default_factory=list)
-    _begins_with_all: bool = False  # whether every trained parameter is among them
     # whether what is clocked bounds the speed: not in the first step, nor with the largest batches where batches differ
     _tells_speed: bool = False
 
@@ -523,13 +522,16 @@ class Run:
         session = self.session
         if session.config.accumulation_steps == 1 or session.world.size > 1 or session.task.takes_whole_steps:
             return
-        trained = [p for p in session.model.parameters() if p.requires_grad]
         self._gradients = [
             (p, partial(torch.empty_strided, g.size(), g.stride(), dtype=g.dtype, device=g.device))
-            for p in trained
+            for p in session.model.parameters()
             if (g := p.grad) is not None and g.layout is torch.strided
         ]
-        self._begins_with_all = len(self._gradients) == len(trained)
+
+    @property
+    def _begins_with_all(self) -> bool:
+        """Whether every trained parameter is among those that are given a gradient."""
+        return len(self._gradients) == sum(p.requires_grad for p in self.session.model.parameters())
 
     def _begin_with_gradients(self) -> None:
         """Give the parameters that were noted gradients of zero, as they have some after an accumulating step's first micro batch.
