@@ -156,7 +156,14 @@ class Device(Protocol):
         """The most memory that this process (with its data-loading workers) has held at once; comparable with the limit."""
 
     def current_bytes(self) -> int:
-        """Memory of this process now, on the same scale as `peak_bytes`; for growth per step."""
+        """Memory of this process now, on the same scale as `peak_bytes`."""
+
+    def kept_bytes(self) -> int:
+        """The same without what an allocator holds free for later, where that is known; for growth per step.
+
+        A heap that widens and is trimmed hides what is kept, and where it holds enough free nothing is seen of that.
+        """
+        return self.current_bytes()
 
     def outside_bytes(self) -> int:
         """Memory of this process that is not a model's, on the same scale. On a CPU, ask before a model is built.

@@ -121,6 +121,10 @@ class CpuDevice(Device):
         """Private memory of this process and its workers now."""
         return _own_memory().data_bytes + self._look_at_workers()
 
+    def kept_bytes(self) -> int:
+        """The same without what this process's heap holds free."""
+        return self.current_bytes() - linux.free_heap_bytes()
+
     def outside_bytes(self) -> int:
         """Private memory of this process now, with its compute threads: their stacks are not a model's."""
         _start_compute_threads()

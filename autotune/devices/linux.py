@@ -95,6 +95,26 @@ def process_memory(uncounted_bytes: int = 0) -> ProcessMemory:
     )
 
 
+class _Mallinfo2(ctypes.Structure):
+    """What glibc tells of all its heaps, mallinfo(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def free_heap_bytes() -> int:
+    """What this process's heaps hold free for its next allocations; 0 where the C library does not tell (glibc does from 2.33 on)."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None) if sys.platform == "linux" else None
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    return int(mallinfo2().fordblks)
+
+
 def descendants(proc: Path = PROC) -> Iterator[int]:
     """Process ids of this process's living children, their children, and so on.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.devices import Device
 from autotune.probe.kernel_cache import cache_capacity, num_kernels_made
-from autotune.probe.shapes import MANY_INCREMENTS, Held, Shapes, are_enough, growth_per_shape, growth_where_it_grows
+from autotune.probe.shapes import Held, Shapes, are_enough, growth_per_shape, growth_where_it_grows
 from autotune.session import Session
 from autotune.task.batches import StepBatch
 from autotune.task.samples import is_stream
@@ -34,7 +34,7 @@ COUNT_S = 1.0  # for them
 MOST_KERNEL_BYTES = 8 * MIB  # a kernel took 1.6 MiB, also of the heap around it; where more is kept, other things are
 FULL = 2  # times as many kernels as are kept: where memory still grows then, it is not by them
 # What a full cache takes, in relation to what its kernels took at first: 1.26 of it in a net over graphs, after ten times as many.
-FRAGMENTED = 1.5
+FRAGMENTED = 1.3
 
 
 @dataclass
@@ -45,6 +45,7 @@ class LongRun:
         train: takes a forward and a backward pass, and leaves no gradient.
         seed: of the small batches that are drawn.
         shapes: of the run's micro batches.
+        peak_bytes: of this process, as it was seen last; by then it had trained `num_shapes_at_peak` shapes.
     """
 
     session: Session
@@ -52,25 +53,25 @@ class LongRun:
     train: Callable[[StepBatch], None]
     seed: int
     shapes: Shapes = field(default_factory=Shapes)
+    peak_bytes: int = 0
+    num_shapes_at_peak: int = 0
     _held: list[Held] = field(default_factory=list)
-    _peak_bytes: int = 0
-    _num_shapes_at_peak: int = 0
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
 
     def look(self) -> None:
-        """Note how much memory is held now, and what it was at its peak."""
-        self._note_held()
-        if (peak_bytes := self.device.peak_bytes()) > self._peak_bytes:
-            self._peak_bytes, self._num_shapes_at_peak = peak_bytes, self.shapes.num_seen
+        """Note how much memory is kept now, and what it was at its peak."""
+        self._note_kept()
+        if (peak_bytes := self.device.peak_bytes()) > self.peak_bytes:
+            self.peak_bytes, self.num_shapes_at_peak = peak_bytes, self.shapes.num_trained
 
     def growth_per_shape(self, whole: Iterable[StepBatch], small_size: int | None) -> float:
         """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
 
-        Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They need less memory
-        than the others did, so where it grows with them, that is no heap that widens. Small ones also take less for each shape, in
-        the worst case by the ratio of the samples. Whole ones show how much they take, so some more of them are trained then.
+        Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They also take less for
+        each shape, in the worst case by the ratio of the samples. Whole ones show how much they take, so some more of them are trained
+        then.
 
         Args:
             whole: more micro batches of the run's own size.
@@ -78,13 +79,13 @@ class LongRun:
         """
         if not self.shapes.are_several or self.device.capabilities.own_memory:
             return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
-        if (found := growth_per_shape(self._held, MANY_INCREMENTS)) is not None:
+        if (found := growth_per_shape(self._held)) is not None:
             return found
-        before_bytes = self.device.current_bytes()
+        before_bytes = self.device.kept_bytes()
         if small_size is None or not (of_small := self._growth_of_small(small_size)):
             return 0.0
         if small_size < self.session.config.batch_size:  # else the small ones were whole
-            self._train_whole(whole, self.device.current_bytes() - before_bytes)
+            self._train_whole(whole, self.device.kept_bytes() - before_bytes)
         most = of_small * self.session.config.batch_size / small_size
         return min(most, max(of_small, growth_where_it_grows(self._held)))
 
@@ -107,8 +108,8 @@ class LongRun:
         positions = self._chance.sample(range(self.session.task.dataset_size() or 0), size)
         return StepBatch([(self.session.task.batch_of(positions), size)])
 
-    def num_shapes_to_come(self, micro_batches: Iterable[tuple[Any, int]]) -> float:
-        """How many shapes training will meet that had not come when memory peaked.
+    def num_shapes_expected(self, micro_batches: Iterable[tuple[Any, int]]) -> float:
+        """How many shapes training will meet in all.
 
         Args:
             micro_batches: more of the run's; they are loaded for their shapes alone.
@@ -119,7 +120,7 @@ class LongRun:
                 self.shapes.note(micro)
                 if time.perf_counter() > ends_s:
                     break
-        return self.shapes.num_expected() - self._num_shapes_at_peak
+        return self.shapes.num_expected()
 
     def most_cached_bytes(self, per_shape: float, whole: Iterable[StepBatch]) -> float:
         """What memory grows by until oneDNN's cache of kernels is full; infinite where that is not known, or kernels are not what grows.
@@ -141,9 +142,9 @@ class LongRun:
             return math.inf
         return FRAGMENTED * per_shape * capacity / each
 
-    def _note_held(self, small_bytes: int = 0) -> None:
+    def _note_kept(self, small_bytes: int = 0) -> None:
         """Note it without what small batches left, whose shapes are not among those of the run."""
-        self._held.append(Held(self.shapes.num_seen, self.device.current_bytes() - small_bytes))
+        self._held.append(Held(self.shapes.num_trained, self.device.kept_bytes() - small_bytes))
 
     def _growth_of_small(self, size: int) -> float:
         """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
@@ -154,7 +155,7 @@ class LongRun:
                 batch = self.draw(size)
                 if shapes.note(batch[0]):
                     self.train(batch)
-                    held.append(Held(shapes.num_seen, self.device.current_bytes()))
+                    held.append(Held(shapes.num_seen, self.device.kept_bytes()))
                 most_s = LONGER_SMALL_S if are_enough(held) else LONGEST_SMALL_S
                 if len(held) == NUM_SMALL or time.perf_counter() - began_s > most_s:
                     break
@@ -172,6 +173,6 @@ class LongRun:
         with contextlib.suppress(Exception):  # memory may run out, say: what was seen until then tells the growth
             for batch in batches:
                 self.train(batch)
-                self._note_held(small_bytes)
-                if are_enough(self._held, MANY_INCREMENTS) or time.perf_counter() > ends_s:
+                self._note_kept(small_bytes)
+                if are_enough(self._held) or time.perf_counter() > ends_s:
                     break

@@ -144,10 +144,22 @@ class Run:
         is_leak = bool(measured.leaks) and grown_bytes <= 2 * leaked_bytes
         if is_leak or not per_shape:
             return measured
-        most_bytes = self._long_run.most_cached_bytes(per_shape, whole if may_train and not self._has_compiled else ())
-        num_left = self._long_run.num_shapes_to_come(self._micro_batches if may_train else ())
-        grown_bytes = round(min(num_left * per_shape, most_bytes))
-        return replace(measured, growth_bytes_per_shape=per_shape, long_run_growth_bytes=grown_bytes)
+        shapes, num_shapes, most_bytes = self._long_run.shapes, self.settings.num_shapes, math.inf
+        # else what was seen to grow goes on for no longer than that
+        if (num_shapes or shapes.num_expected()) > 2 * shapes.num_seen:
+            countable = whole if may_train and not self._has_compiled else ()
+            most_bytes = self._long_run.most_cached_bytes(per_shape, countable)
+        if not num_shapes:
+            num_shapes = self._long_run.num_shapes_expected(self._micro_batches if may_train else ())
+        grown_bytes = min(max(0.0, num_shapes - self._long_run.num_shapes_at_peak) * per_shape, most_bytes)
+        # an earlier process may have told a peak that this one did not reach; it had trained other shapes by then
+        unreached_bytes = measured.peak_bytes - self._long_run.peak_bytes if self.settings.known_peak_bytes else 0
+        return replace(
+            measured,
+            growth_bytes_per_shape=per_shape,
+            long_run_growth_bytes=max(0, round(grown_bytes) - unreached_bytes),
+            num_shapes_expected=num_shapes,
+        )
 
     @property
     def _small_size(self) -> int | None:

@@ -20,11 +20,9 @@ from autotune.units import MIB
 Shape = tuple[object, ...]
 
 NUM_LEAVES = 16  # of a batch: lists of thousands of numbers would take milliseconds
-FEWEST_INCREMENTS = 4  # for a trend: five points that only rise are one sequence in 120
-MANY_INCREMENTS = 8  # where a heap that rises and falls may hide it
-SURE_Z = 2.2  # of the trend: five points that only rise exceed it
+SURE_Z = 2.2  # of the trend: five points that only rise exceed it, which are one sequence in 120
 PAGES_BYTES = MIB // 4  # smaller steps of a heap are no new kernels
-STEPWISE = 0.3  # share of the increments that have to be positive for a trend: one wide batch alone makes none
+STEPWISE = 0.3  # share of the new shapes that have to take something for a trend: one wide batch alone makes none
 GIVEN_BACK = 0.25  # of what was taken: an allocator gives back nearly all, a cache nothing
 FEW_SHAPES = 64  # of a training: all of them have been met after a while
 MOST_POINTS = 100  # all pairs of them are looked at
@@ -49,11 +47,16 @@ class Shapes:
     @property
     def are_several(self) -> bool:
         """Whether there are several."""
-        return len(self._chosen.union(self._counts)) > 1
+        return self.num_trained > 1
+
+    @property
+    def num_trained(self) -> int:
+        """Different shapes so far, those that were not drawn included."""
+        return len(self._chosen.union(self._counts))
 
     @property
     def num_seen(self) -> int:
-        """Different shapes so far."""
+        """Different shapes that were drawn so far."""
         return len(self._counts)
 
     def num_expected(self) -> float:
@@ -79,7 +82,7 @@ def _shape(micro_batch: Any) -> Shape:
 
 @dataclass(frozen=True)
 class Held:
-    """What the process holds after some micro batches.
+    """What the process keeps after some micro batches.
 
     Attributes:
         num_shapes: different shapes of them.
@@ -89,33 +92,33 @@ class Held:
     num_bytes: int
 
 
-def are_enough(held: Sequence[Held], fewest: int = FEWEST_INCREMENTS) -> bool:
-    """Whether so many batches tell a trend: that many increments after the first ones."""
-    return len(_settled(held)) > fewest
+def are_enough(held: Sequence[Held]) -> bool:
+    """Whether so many batches would tell a trend, if memory only rose with each new shape after the first batches."""
+    return _z([Held(one.num_shapes, one.num_shapes) for one in _settled(held)]) >= SURE_Z
 
 
-def growth_per_shape(held: Sequence[Held], fewest: int = FEWEST_INCREMENTS) -> float | None:
-    """Bytes by which memory grows with each new shape; 0 unless it clearly grows to the end, None where too few tell that.
+def growth_per_shape(held: Sequence[Held]) -> float | None:
+    """Bytes by which memory grows with each new shape; 0 unless it clearly grows to the last of them, None where too few tell that.
 
-    Source: the trend's test is Mann's (Nonparametric tests against trend, Econometrica 13, 1945), its slope Sen's (Estimates of the
-    regression coefficient based on Kendall's tau, JASA 63, 1968).
-
-    Args:
-        fewest: increments, after the first ones, that tell it.
+    Source: the trend's test is Mann's (Nonparametric tests against trend, Econometrica 13, 1945), by shapes in place of time, and with the
+    variance for ties of Kendall (Rank Correlation Methods, 1975, chapter 4); its slope is Sen's (Estimates of the regression
+    coefficient based on Kendall's tau, JASA 63, 1968).
     """
-    if not are_enough(held, fewest):
+    if not are_enough(held):
         return None
     settled = _settled(held)
-    settled = settled[:: -math.ceil(len(settled) / MOST_POINTS) or -1][::-1]  # the last one is among them
-    count, increments = len(settled), [after.num_bytes - before.num_bytes for before, after in pairwise(settled)]
-    growing = sum(grown > PAGES_BYTES for grown in increments)
+    pairs = [*pairwise(settled)]
+    increments = [after.num_bytes - before.num_bytes for before, after in pairs]
+    of_new = [
+        grown
+        for grown, (before, after) in zip(increments, pairs, strict=True)
+        if after.num_shapes > before.num_shapes
+    ]
+    growing = sum(grown > PAGES_BYTES for grown in of_new)
     taken, given_back = sum(max(0, grown) for grown in increments), sum(max(0, -grown) for grown in increments)
-    if growing < STEPWISE * len(increments) or given_back > GIVEN_BACK * taken:
+    if growing < STEPWISE * len(of_new) or given_back > GIVEN_BACK * taken or _z(settled) < SURE_Z:
         return 0.0
-    signs = sum((b.num_bytes > a.num_bytes) - (b.num_bytes < a.num_bytes) for a, b in combinations(settled, 2))
-    if signs - 1 < SURE_Z * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
-        return 0.0
-    slopes = [slope for part in (settled, settled[count // 2 :]) if (slope := _slope(part)) is not None]
+    slopes = [slope for part in (settled, settled[len(settled) // 2 :]) if (slope := _slope(part)) is not None]
     least = min(slopes, default=0.0)
     return least if least >= PAGES_BYTES else 0.0
 
@@ -132,6 +135,21 @@ def _slope(held: Sequence[Held]) -> float | None:
     return median(slopes) if slopes else None
 
 
+def _z(held: Sequence[Held]) -> float:
+    """By how many standard deviations memory rises with the number of shapes, beyond what chance makes of it."""
+    count, alike = len(held), Counter(one.num_shapes for one in held)
+    told = [(a, b) for a, b in combinations(held, 2) if b.num_shapes > a.num_shapes]
+    signs = sum((b.num_bytes > a.num_bytes) - (b.num_bytes < a.num_bytes) for a, b in told)
+    variance = _times_its_variance(count) - sum(map(_times_its_variance, alike.values()))
+    return (signs - 1) / math.sqrt(variance / 18) if variance else 0.0
+
+
+def _times_its_variance(count: int) -> int:
+    """18 times the variance of the number of pairs in order less those out of order, among so many values."""
+    return count * (count - 1) * (2 * count + 5)
+
+
 def _settled(held: Sequence[Held]) -> Sequence[Held]:
-    """Without the first ones, in which allocators settle."""
-    return held[max(1, len(held) // 3) :]
+    """Without the first ones, in which allocators settle; of very many some that are evenly spread, the last one among them."""
+    settled = held[max(1, len(held) // 3) :]
+    return settled[:: -math.ceil(len(settled) / MOST_POINTS) or -1][::-1]

@@ -234,6 +234,8 @@ class ProbeSettings(Record):
             It is not asked again what grows; 0 where it is not known.
         shapes_recur: whether training meets a few shapes of batches again and again, as earlier processes of the task have seen; None
             where none has, and then the process goes by what it sees itself.
+        num_shapes: different shapes of micro batches that a whole training is expected to meet, as earlier processes with micro batches
+            of this size have told. Nothing is loaded to learn that, then; 0 where it is not known.
         num_samples: timing ends once so many samples were taken, and not by the interval: with six blocks at least, and after twice
             `max_timed_s` at the latest. Probes of one seed take the same samples in the same order. 0 for the rule.
         num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
@@ -253,6 +255,7 @@ class ProbeSettings(Record):
     known_peak_bytes: int = 0
     known_long_run_peak_bytes: int = 0
     shapes_recur: bool | None = None
+    num_shapes: float = 0.0
     num_samples: int = 0
     num_steps: int = 0
     seed: int = 0

@@ -247,6 +247,11 @@ class History:
         found = [m for _, outcome in self.evidence if (m := outcome.measurement) is not None and m.num_shapes > 1]
         return max(found, key=lambda measured: measured.num_shapes).shapes_recur if found else None
 
+    def num_shapes(self, config: Config) -> float:
+        """Different shapes that a whole training with such micro batches is expected to meet, as probes told; 0 where none did."""
+        told = ((other, outcome.measurement) for other, outcome in self.evidence if outcome.measurement is not None)
+        return max((m.num_shapes_expected for other, m in told if other.batch_size == config.batch_size), default=0.0)
+
     @property
     def largest_batch_size(self) -> float:
         """The largest micro batch that may be probed.

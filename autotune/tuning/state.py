@@ -209,7 +209,9 @@ class Search:
             front = () if proposal.stage == BASELINE else patience.front
             settings = self.budget.paced(self.settings, self.history).replace(front=front)
         setup_s = COMPILING_PATIENCE * self.history.setup_s(proposal.config)
-        settings = settings.replace(timeout_s=settings.timeout_s + setup_s)
+        settings = settings.replace(
+            timeout_s=settings.timeout_s + setup_s, num_shapes=self.history.num_shapes(proposal.config)
+        )
         prediction = None if in_play_off else self.cost_model.predict(self.history, proposal.config)
         num_known = sum(trial.config == proposal.config for trial in self.history.searched)
         number = self.store.begin(proposal, prediction, self.history.space, num_known=num_known)

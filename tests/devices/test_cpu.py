@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import mmap
 import os
 import re
@@ -151,6 +153,22 @@ def test_the_peak_counts_freed_memory_touched_or_not_as_the_limit_does(untouched
     assert peak_bytes - before_bytes == pytest.approx(400 * MIB + untouched_bytes, rel=0.03)
     assert held_bytes - before_bytes == pytest.approx(400 * MIB + untouched_bytes, rel=0.03)
     assert after_bytes - before_bytes < 20 * MIB
+
+
+def keep_between_what_is_freed():
+    """What is kept of 100 blocks on the heap, of which every second one is freed, by what the device says; and what it holds."""
+    device = open_device("cpu")
+    before_bytes = device.kept_bytes()
+    blocks = [bytearray(MIB // 16) for _ in range(1600)]
+    del blocks[::2]
+    gc.collect()
+    return device.kept_bytes() - before_bytes, device.current_bytes() - before_bytes
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell what heaps hold free")
+def test_what_a_heap_holds_free_is_not_kept():
+    kept_bytes, held_bytes = in_process(keep_between_what_is_freed)
+    assert kept_bytes == pytest.approx(50 * MIB, rel=0.1) and held_bytes > 90 * MIB
 
 
 def run_out_after_a_peak():

@@ -77,7 +77,7 @@ def leak_a_small_tensor_and_keep_a_block_for_each_shape(batch):
     keep_a_block_for_each_shape(batch)
 
 
-def run(keep, num_lengths=200, batch_size=1, sample_s=MIN_BLOCK_S, num_steps=20, has_own_memory=False):
+def run(keep, num_lengths=200, batch_size=1, sample_s=MIN_BLOCK_S, num_steps=20, has_own_memory=False, **known):
     """What a probe tells where `keep` takes note of each batch, and how many samples each batch had."""
     sizes, taken_s = [], [0.0]
 
@@ -94,7 +94,7 @@ def run(keep, num_lengths=200, batch_size=1, sample_s=MIN_BLOCK_S, num_steps=20,
         collate_fn=lambda lines: nn.utils.rnn.pad_sequence(lines, batch_first=True),
     )
     device = OwnMemory() if has_own_memory else open_device("cpu")
-    settings = ProbeSettings(memory_limit_bytes=None, max_timed_s=0.2, num_steps=num_steps, interval=0.0001)
+    settings = ProbeSettings(memory_limit_bytes=None, max_timed_s=0.2, num_steps=num_steps, interval=0.0001, **known)
     session = prepare(task, {"batch_size": batch_size}, device=device)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda now=time.perf_counter: now() + taken_s[0])
@@ -136,6 +136,20 @@ def test_growth_is_expected_to_end_with_the_last_shape_that_the_training_set_has
     found, _ = long_run(keep_a_block_for_each_shape, num_lengths=40)
     num_left = 40 - found.num_shapes
     assert found.long_run_growth_bytes == pytest.approx(num_left * LARGE_BYTES, rel=0.2, abs=1)
+
+
+def test_where_it_is_known_how_many_shapes_come_that_is_not_looked_for():
+    found, _ = long_run(keep_a_block_for_each_shape, num_shapes=50.0)
+    assert found.num_shapes_expected == 50
+    assert found.long_run_growth_bytes == pytest.approx((50 - found.num_shapes) * LARGE_BYTES, rel=0.2)
+
+
+def test_a_peak_that_an_earlier_process_told_is_part_of_what_a_long_run_needs():
+    alone, _ = long_run(keep_a_block_for_each_shape, num_lengths=40)
+    known_bytes = alone.peak_bytes + 3 * LARGE_BYTES
+    found, _ = long_run(keep_a_block_for_each_shape, num_lengths=40, known_peak_bytes=known_bytes)
+    assert found.peak_bytes == known_bytes
+    assert found.long_run_peak_bytes == pytest.approx(alone.long_run_peak_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("sample_s", [FEW["sample_s"], 0.15])  # some whole batches after the small ones, or hardly any

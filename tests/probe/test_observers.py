@@ -40,7 +40,7 @@ class Told(CpuDevice):
     def own_work(self):
         return 1 - self.others
 
-    def current_bytes(self):
+    def kept_bytes(self):
         return 2**30 + self.block * self.grows_bytes
 
 

@@ -141,3 +141,15 @@ def test_shapes_recur_once_some_have_come_again_unless_too_many_were_seen_only_o
     for _ in range(num_batches):
         shapes.note(torch.ones(1, chance.randrange(1, 1 + num_lengths)))
     assert shapes.recur == recur
+
+
+def test_what_is_kept_is_told_from_a_few_shapes_where_old_ones_take_nothing():
+    few = [Held(num, 2**30 + 20 * MIB * num) for num in (1, 1, 2, 2, 5, 7, 7, 8, 9, 9)]
+    assert growth_per_shape(few) == pytest.approx(20 * MIB)
+    assert growth_per_shape(few[:6]) is None
+
+
+def test_shapes_that_were_not_drawn_are_trained_and_say_nothing_of_how_many_come():
+    shapes = drawn(3, 50)
+    shapes.note_chosen({"text": torch.empty(2, 30), "labels": [torch.empty(2)], "name": "x"})
+    assert (shapes.num_seen, shapes.num_trained) == (3, 4)

@@ -217,6 +217,17 @@ def test_whether_shapes_recur_is_told_by_the_probe_that_has_seen_the_most():
     assert history(seen(0, 8, recur=True), seen(1, 30, recur=False), seen(2, 1, recur=False)).shapes_recur is False
 
 
+def test_how_many_shapes_come_is_told_by_probes_with_as_large_a_micro_batch():
+    def told(number, batch_size, num_shapes):
+        outcome = ran(config(batch_size), 20.0)
+        measured = replace(outcome.measurement, num_shapes_expected=num_shapes)
+        return trial(config(batch_size, num_workers=number), replace(outcome, measurement=measured), number=number)
+
+    made = history(told(0, 8, 12.0), told(1, 8, 15.5), told(2, 6, 20.0))
+    assert made.num_shapes(config(8, amp="bf16")) == 15.5 and made.num_shapes(config(6)) == 20
+    assert made.num_shapes(config(16)) == 0
+
+
 def test_a_batch_whose_steps_would_take_too_much_of_the_budget_may_not_be_probed():
     made = History(SPACE, OBJECTIVE, [trial(config(8), ran(config(8), 20.0))], longest_step_s=0.7)
     assert made.largest_batch_size == 14

@@ -182,6 +182,24 @@ def test_what_a_play_off_knows_of_memory_is_what_the_search_saw(tmp_path, grown_
         assert told == ((peak, (peak + grown_bytes) * bool(grown_bytes)) if surely_fits else (0, 0))
 
 
+def test_how_many_shapes_come_is_looked_for_once_for_each_batch_size(tmp_path):
+    asked = []
+
+    class Watched(Staged):
+        def outcome_of(self, config, settings):
+            asked.append((config.batch_size, settings.num_shapes))
+            outcome = super().outcome_of(config, settings)
+            if outcome.measurement is None:
+                return outcome
+            return replace(outcome, measurement=replace(outcome.measurement, num_shapes_expected=7.0))
+
+    answer(recommender(tmp_path, Watched()))
+    seen = set()
+    for batch_size, num_shapes in asked:
+        assert num_shapes == (7.0 if batch_size in seen else 0.0)
+        seen.add(batch_size)
+
+
 class Shrinking(Staged):
     """By the first play-off something else takes memory: what was measured before no longer fits."""
 

@@ -26,12 +26,12 @@ class MemoryGrowth(Observer):
         self._held: list[tuple[float, int]] = []
 
     def sample_warmup(self, device: Device, num_steps: float) -> None:
-        """Note how much memory is held now: a short probe warms up for longer than it is timed."""
+        """Note how much memory is kept now: a short probe warms up for longer than it is timed."""
         self.sample(device, num_steps)
 
     def sample(self, device: Device, num_steps: float) -> None:
-        """Note how much memory is held now."""
-        self._held.append((num_steps, device.current_bytes()))
+        """Note how much memory is kept now."""
+        self._held.append((num_steps, device.kept_bytes()))
 
     def stop(self, device: Device, measured: Measurement) -> Measurement:
         """Fill in `growth_bytes_per_step`."""
