@@ -26,7 +26,9 @@ SMALL_S = 0.5  # for all of them
 LONGER_SMALL_S = 2.0  # where they take longer for their size, and are enough by then to tell a trend
 LONGEST_SMALL_S = 4.0  # however few they are
 MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
-WHOLE_S = 4.0  # for whole batches, once small ones have shown that memory grows
+NUM_LOOKED_AT = 3  # small batches that are drawn where all whole ones had one shape: of those that are padded, some differ
+NUM_WHOLE = 2  # whole batches of new shapes that are trained, once small ones have shown that memory grows
+WHOLE_S = 4.0  # for them
 LOOK_S = 1.0  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 NUM_COUNTED = 3  # batches of new shapes whose kernels are counted
@@ -71,14 +73,16 @@ class LongRun:
 
         Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They also take less for
         each shape, in the worst case by the ratio of the samples. Whole ones show how much they take, so some more of them are trained
-        then.
+        then. A few whole ones may all have the widest shape that there is, where small ones differ.
 
         Args:
             whole: more micro batches of the run's own size.
             small_size: samples of a small batch; None where none is trained.
         """
-        if not self.shapes.are_several or self.device.capabilities.own_memory:
+        if self.device.capabilities.own_memory:
             return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
+        if not self.shapes.are_several and not self._small_ones_differ(small_size):
+            return 0.0
         if (found := growth_per_shape(self._held)) is not None:
             return found
         before_bytes = self.device.kept_bytes()
@@ -146,6 +150,16 @@ class LongRun:
         """Note it without what small batches left, whose shapes are not among those of the run."""
         self._held.append(Held(self.shapes.num_trained, self.device.kept_bytes() - small_bytes))
 
+    def _small_ones_differ(self, size: int | None) -> bool:
+        """Whether batches of so few samples have several shapes; False where they have as many samples as those of the run."""
+        if size is None or size >= self.session.config.batch_size:
+            return False
+        shapes = Shapes()
+        with contextlib.suppress(Exception):  # of the user's dataset
+            for _ in range(NUM_LOOKED_AT):
+                shapes.note(self.draw(size)[0])
+        return shapes.are_several
+
     def _growth_of_small(self, size: int) -> float:
         """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
         shapes = self.shapes if size == self.session.config.batch_size else Shapes()
@@ -164,15 +178,15 @@ class LongRun:
         return growth_per_shape(held) or 0.0
 
     def _train_whole(self, batches: Iterable[StepBatch], small_bytes: int) -> None:
-        """Train micro batches of the run's own size until there are enough to tell a trend.
+        """Train micro batches of the run's own size until a few of them had a new shape.
 
         Args:
             small_bytes: what small batches left.
         """
-        ends_s = time.perf_counter() + WHOLE_S
+        ends_s, num_enough = time.perf_counter() + WHOLE_S, self.shapes.num_trained + NUM_WHOLE
         with contextlib.suppress(Exception):  # memory may run out, say: what was seen until then tells the growth
             for batch in batches:
                 self.train(batch)
                 self._note_kept(small_bytes)
-                if are_enough(self._held) or time.perf_counter() > ends_s:
+                if self.shapes.num_trained >= num_enough or time.perf_counter() > ends_s:
                     break
