@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from typing import Any
 from autotune.devices import Device
 from autotune.probe.kernel_cache import cache_capacity, num_kernels_made
 from autotune.probe.shapes import Held, Shapes, are_enough, growth_per_shape, growth_where_it_grows
+from autotune.records.config import ShapeGrowth
 from autotune.session import Session
 from autotune.task.batches import StepBatch
 from autotune.task.samples import is_stream
@@ -26,9 +26,11 @@ SMALL_S = 0.5  # for all of them
 LONGER_SMALL_S = 2.0  # where they take longer for their size, and are enough by then to tell a trend
 LONGEST_SMALL_S = 4.0  # however few they are
 MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
-NUM_LOOKED_AT = 3  # small batches that are drawn where all whole ones had one shape: of those that are padded, some differ
+NUM_LOOKED_AT = (
+    3  # small batches that are drawn where all whole ones had one shape: of those that are padded, some differ
+)
 NUM_WHOLE = 2  # whole batches of new shapes that are trained, once small ones have shown that memory grows
-WHOLE_S = 4.0  # for them
+WHOLE_S = 2.0  # for them, the first one apart
 LOOK_S = 1.0  # for the shapes of batches that are yet to come
 MOST_LOOKED_AT = 1000
 NUM_COUNTED = 3  # batches of new shapes whose kernels are counted
@@ -58,6 +60,7 @@ class LongRun:
     peak_bytes: int = 0
     num_shapes_at_peak: int = 0
     _held: list[Held] = field(default_factory=list)
+    _made: list[int] = field(default_factory=list)  # kernels for whole micro batches of new shapes
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
@@ -68,8 +71,10 @@ class LongRun:
         if (peak_bytes := self.device.peak_bytes()) > self.peak_bytes:
             self.peak_bytes, self.num_shapes_at_peak = peak_bytes, self.shapes.num_trained
 
-    def growth_per_shape(self, whole: Iterable[StepBatch], small_size: int | None) -> float:
-        """Bytes by which memory grows with each new shape of a micro batch; 0 unless it clearly grows.
+    def growth(
+        self, whole: Iterable[StepBatch], small_size: int | None, known: ShapeGrowth | None = None
+    ) -> ShapeGrowth | None:
+        """By how much memory grows with each new shape of a micro batch; 0 unless it clearly grows, None where that cannot be told.
 
         Where the batches were too few to tell, small ones are trained, which have more lengths in less time. They also take less for
         each shape, in the worst case by the ratio of the samples. Whole ones show how much they take, so some more of them are trained
@@ -78,20 +83,22 @@ class LongRun:
         Args:
             whole: more micro batches of the run's own size.
             small_size: samples of a small batch; None where none is trained.
+            known: what earlier processes have told; it counts where this one's own micro batches were too few.
         """
         if self.device.capabilities.own_memory:
-            return 0.0  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
-        if not self.shapes.are_several and not self._small_ones_differ(small_size):
-            return 0.0
+            return None  # a device's allocator holds more than is in use, so what is in use says nothing of its peak
         if (found := growth_per_shape(self._held)) is not None:
-            return found
+            return ShapeGrowth(bytes_per_shape=found, most_bytes=None if known is None else known.most_bytes)
+        if known is not None or small_size is None:
+            return known
+        if not self.shapes.are_several and not self._small_ones_differ(small_size):
+            return ShapeGrowth(bytes_per_shape=0.0)
         before_bytes = self.device.kept_bytes()
-        if small_size is None or not (of_small := self._growth_of_small(small_size)):
-            return 0.0
-        if small_size < self.session.config.batch_size:  # else the small ones were whole
+        of_small = self._growth_of_small(small_size)
+        if of_small and small_size < self.session.config.batch_size:  # else the small ones were whole
             self._train_whole(whole, self.device.kept_bytes() - before_bytes)
         most = of_small * self.session.config.batch_size / small_size
-        return min(most, max(of_small, growth_where_it_grows(self._held)))
+        return ShapeGrowth(bytes_per_shape=min(most, max(of_small, growth_where_it_grows(self._held))))
 
     def small_size(self, micro_s: float) -> int | None:
         """So many samples that `NUM_SMALL` batches of them take `SMALL_S`; no more than a micro batch has, and at least two of them.
@@ -126,24 +133,24 @@ class LongRun:
                     break
         return self.shapes.num_expected()
 
-    def most_cached_bytes(self, per_shape: float, whole: Iterable[StepBatch]) -> float:
-        """What memory grows by until oneDNN's cache of kernels is full; infinite where that is not known, or kernels are not what grows.
+    def most_cached_bytes(self, per_shape: float, whole: Iterable[StepBatch]) -> float | None:
+        """What memory grows by until oneDNN's cache of kernels is full; None where that is not known, or kernels are not what grows.
 
         Args:
             per_shape: bytes for each new shape.
-            whole: more micro batches of the run's own size. Those of a new shape are trained, and the kernels counted that they need.
+            whole: more micro batches of the run's own size. Unless kernels were counted before, those of a new shape are trained for that.
         """
-        made, num_seen, ends_s = list[int](), self.shapes.num_seen, time.perf_counter() + COUNT_S
+        num_seen, ends_s = self.shapes.num_seen, time.perf_counter() + COUNT_S
         with contextlib.suppress(Exception):  # memory may run out, say
-            for batch in islice(whole, MOST_DRAWN):
+            for batch in () if self._made else islice(whole, MOST_DRAWN):
                 if self.shapes.num_seen > num_seen:
                     num_seen = self.shapes.num_seen
-                    made.append(num_kernels_made(partial(self.train, batch)))
-                if len(made) == NUM_COUNTED or time.perf_counter() > ends_s:
+                    self._made.append(num_kernels_made(partial(self.train, batch)))
+                if len(self._made) == NUM_COUNTED or time.perf_counter() > ends_s:
                     break
-        capacity, each = cache_capacity(), fmean(made) if made else 0.0
+        capacity, each = cache_capacity(), fmean(self._made) if self._made else 0.0
         if not capacity or not each or per_shape > each * MOST_KERNEL_BYTES or num_seen * each > FULL * capacity:
-            return math.inf
+            return None
         return FRAGMENTED * per_shape * capacity / each
 
     def _note_kept(self, small_bytes: int = 0) -> None:
@@ -183,10 +190,11 @@ class LongRun:
         Args:
             small_bytes: what small batches left.
         """
-        ends_s, num_enough = time.perf_counter() + WHOLE_S, self.shapes.num_trained + NUM_WHOLE
+        ends_s, num_before = time.perf_counter() + WHOLE_S, self.shapes.num_trained
         with contextlib.suppress(Exception):  # memory may run out, say: what was seen until then tells the growth
-            for batch in batches:
-                self.train(batch)
-                self._note_kept(small_bytes)
-                if self.shapes.num_trained >= num_enough or time.perf_counter() > ends_s:
+            for batch in islice(batches, MOST_DRAWN):
+                if self.shapes.num_trained > num_before + len(self._made):
+                    self._made.append(num_kernels_made(partial(self.train, batch)))
+                    self._note_kept(small_bytes)
+                if len(self._made) == NUM_WHOLE or time.perf_counter() > ends_s:
                     break

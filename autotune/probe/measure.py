@@ -95,6 +95,8 @@ class Run:
             if self.settings.phases and not phases:
                 phases = self._phases()
         self._meets_shapes = False
+        if self.settings.num_steps and self._long_run.shapes.recur:  # which were not met before they were timed
+            self._timing.blocks.leave_out_new_shapes()
         within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
@@ -130,7 +132,8 @@ class Run:
         # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
         may_train_small = not measured.cut_short and not self.settings.known_peak_bytes
         whole = map(self._take, repeat(1))
-        per_shape = self._long_run.growth_per_shape(whole, small_size if may_train_small else None)
+        growth = self._long_run.growth(whole, small_size if may_train_small else None, self.settings.shape_growth)
+        per_shape = 0.0 if growth is None else growth.bytes_per_shape
         if may_train and (measured.growth_bytes_per_step or per_shape):
             take = partial(self._take, 1)
             # where the probe's steps were too few to see them grow
@@ -142,21 +145,23 @@ class Run:
         leaked_bytes = sum(one.num_bytes for one in measured.leaks)
         grown_bytes = measured.growth_bytes_per_step / self.session.config.accumulation_steps or per_shape
         is_leak = bool(measured.leaks) and grown_bytes <= 2 * leaked_bytes
-        if is_leak or not per_shape:
-            return measured
-        shapes, num_shapes, most_bytes = self._long_run.shapes, self.settings.num_shapes, math.inf
+        if is_leak or not growth or not per_shape:
+            return replace(measured, shape_growth=None if is_leak else growth)
+        shapes, num_shapes = self._long_run.shapes, self.settings.num_shapes
         # else what was seen to grow goes on for no longer than that
-        if (num_shapes or shapes.num_expected()) > 2 * shapes.num_seen:
+        if growth.most_bytes is None and (num_shapes or shapes.num_expected()) > 2 * shapes.num_seen:
             countable = whole if may_train and not self._has_compiled else ()
-            most_bytes = self._long_run.most_cached_bytes(per_shape, countable)
+            growth = replace(growth, most_bytes=self._long_run.most_cached_bytes(per_shape, countable))
         if not num_shapes:
             num_shapes = self._long_run.num_shapes_expected(self._micro_batches if may_train else ())
-        grown_bytes = min(max(0.0, num_shapes - self._long_run.num_shapes_at_peak) * per_shape, most_bytes)
+        grown_bytes = max(0.0, num_shapes - self._long_run.num_shapes_at_peak) * per_shape
+        if growth.most_bytes is not None:
+            grown_bytes = min(grown_bytes, growth.most_bytes)
         # an earlier process may have told a peak that this one did not reach; it had trained other shapes by then
         unreached_bytes = measured.peak_bytes - self._long_run.peak_bytes if self.settings.known_peak_bytes else 0
         return replace(
             measured,
-            growth_bytes_per_shape=per_shape,
+            shape_growth=growth,
             long_run_growth_bytes=max(0, round(grown_bytes) - unreached_bytes),
             num_shapes_expected=num_shapes,
         )
@@ -379,12 +384,14 @@ class Run:
                 )
             else:
                 count = min(steps_per_block, exact - num_whole) if exact else steps_per_block
+                num_shapes = self._long_run.shapes.num_seen
                 block_s = self._clock(partial(self._steps, count), count * config.accumulation_steps)
                 blocks.add(
                     count * self._samples / block_s,
                     block_s,
                     num_samples=count * self._samples,
                     starts=self._micro_batches.num_starts - starts_before,
+                    has_new_shapes=self._long_run.shapes.num_seen > num_shapes,
                 )
                 num_whole += count
             self.losses.require_finite(self.num_steps)

@@ -110,9 +110,7 @@ def growth_per_shape(held: Sequence[Held]) -> float | None:
     pairs = [*pairwise(settled)]
     increments = [after.num_bytes - before.num_bytes for before, after in pairs]
     of_new = [
-        grown
-        for grown, (before, after) in zip(increments, pairs, strict=True)
-        if after.num_shapes > before.num_shapes
+        grown for grown, (before, after) in zip(increments, pairs, strict=True) if after.num_shapes > before.num_shapes
     ]
     growing = sum(grown > PAGES_BYTES for grown in of_new)
     taken, given_back = sum(max(0, grown) for grown in increments), sum(max(0, -grown) for grown in increments)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -109,13 +110,27 @@ class Blocks:
     timed_s: float = 0.0
     num_samples: int = 0
     _starts: list[int] = field(default_factory=list)
+    _with_new_shapes: list[bool] = field(default_factory=list)
     _narrowest: float = math.inf
     _narrowest_at: int = 0
 
-    def add(self, samples_per_s: float, block_s: float, *, num_samples: int = 0, starts: int = 0) -> None:
-        """Add one block, in which so many samples were taken, and so many passes over the training set started."""
+    def add(
+        self,
+        samples_per_s: float,
+        block_s: float,
+        *,
+        num_samples: int = 0,
+        starts: int = 0,
+        has_new_shapes: bool = False,
+    ) -> None:
+        """Add one block, in which so many samples were taken, and so many passes over the training set started.
+
+        Args:
+            has_new_shapes: whether a micro batch in it had a shape that none had before.
+        """
         self.samples_per_s.append(samples_per_s)
         self._starts.append(starts)
+        self._with_new_shapes.append(has_new_shapes)
         self.timed_s += block_s
         self.num_samples += num_samples
         if not self.is_first_warm and len(self.samples_per_s) > FEWEST_BLOCKS:
@@ -128,7 +143,7 @@ class Blocks:
         """Leave out the first block where it differs from those after it as a run's steps do that has not settled."""
         first, *later = self.samples_per_s
         if abs(first - median(later)) > WARM_DIFFERENCE * median(later):
-            del self.samples_per_s[0], self._starts[0]
+            self._keep([False] + [True] * len(later))
         self.is_first_warm = True
 
     def leave_out_starts(self) -> bool:
@@ -136,11 +151,26 @@ class Blocks:
 
         Returns whether no start is in the blocks now.
         """
-        within = [speed for speed, starts in zip(self.samples_per_s, self._starts, strict=True) if not starts]
-        if len(within) < (1 if self.is_first_warm else FEWEST_BLOCKS) or sum(self._starts) >= MANY_STARTS:
+        within = [not starts for starts in self._starts]
+        if sum(within) < (1 if self.is_first_warm else FEWEST_BLOCKS) or sum(self._starts) >= MANY_STARTS:
             return False
-        self.samples_per_s, self._starts = within, [0] * len(within)
+        self._keep(within)
         return True
+
+    def leave_out_new_shapes(self) -> None:
+        """Leave out the first blocks as long as each has a shape that none had before, unless more than half of all are such blocks.
+
+        Kernels are made in them. Later blocks with a rare shape count: they are more work than others, or less.
+        """
+        num_first = [*self._with_new_shapes, False].index(False)
+        if 2 * num_first <= len(self.samples_per_s):
+            self._keep([number >= num_first for number in range(len(self.samples_per_s))])
+
+    def _keep(self, which: Sequence[bool]) -> None:
+        """Keep some of the blocks alone."""
+        self.samples_per_s = [*compress(self.samples_per_s, which)]
+        self._starts = [*compress(self._starts, which)]
+        self._with_new_shapes = [*compress(self._with_new_shapes, which)]
 
     @property
     def throughput(self) -> tuple[float, float, float]:

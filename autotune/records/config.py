@@ -214,6 +214,19 @@ class Config(Mapping[str, Choice]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShapeGrowth:
+    """What a training keeps for each new shape of a micro batch.
+
+    Attributes:
+        bytes_per_shape: 0 where it keeps nothing.
+        most_bytes: for all shapes; None where it is not known that it ends.
+    """
+
+    bytes_per_shape: float
+    most_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProbeSettings(Record):
     """One rule of warming up, timing and stopping for all probes of a study, which travels to the probe's process as JSON.
 
@@ -236,6 +249,8 @@ class ProbeSettings(Record):
             where none has, and then the process goes by what it sees itself.
         num_shapes: different shapes of micro batches that a whole training is expected to meet, as earlier processes with micro batches
             of this size have told. Nothing is loaded to learn that, then; 0 where it is not known.
+        shape_growth: what earlier processes have told that keep as much for a shape. Nothing is trained to learn it, then; None where it is
+            not known.
         num_samples: timing ends once so many samples were taken, and not by the interval: with six blocks at least, and after twice
             `max_timed_s` at the latest. Probes of one seed take the same samples in the same order. 0 for the rule.
         num_steps: exactly so many optimizer steps are timed, without the stopping rule (`verify`); 0 for the rule.
@@ -256,6 +271,7 @@ class ProbeSettings(Record):
     known_long_run_peak_bytes: int = 0
     shapes_recur: bool | None = None
     num_shapes: float = 0.0
+    shape_growth: ShapeGrowth | None = None
     num_samples: int = 0
     num_steps: int = 0
     seed: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from autotune.records.config import ALONE, World
+from autotune.records.config import ALONE, ShapeGrowth, World
 from autotune.records.energy import Counted, power_w
 from autotune.records.formats import Record
 from autotune.units import format_bytes, format_seconds, plural
@@ -94,7 +94,7 @@ class Measurement:
     num_shapes_expected: float = 0.0  # of a whole training; 0 where memory was not seen to grow with them
     # when clearly above zero: a leak in the user's code, or what libraries cache for each shape
     growth_bytes_per_step: float = 0.0
-    growth_bytes_per_shape: float = 0.0  # where shapes differ and memory clearly grows to the end; 0 for a leak
+    shape_growth: ShapeGrowth | None = None  # None where it was not told, or something leaks
     long_run_growth_bytes: int = 0  # further growth of the peak, for all shapes that are yet to come
     growth_s: float = 0.0  # seconds that it took to find out what grows; outside the training steps
     leaks: tuple[Kept, ...] = ()  # what is kept where memory grows: first what Python objects hold; the largest first

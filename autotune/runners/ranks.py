@@ -154,7 +154,6 @@ def measured_together(measurements: Sequence[Measurement]) -> Measurement:
     together = replace(
         first,
         growth_bytes_per_step=max(one.growth_bytes_per_step for one in measurements),
-        growth_bytes_per_shape=max(one.growth_bytes_per_shape for one in measurements),
         long_run_growth_bytes=max(one.long_run_growth_bytes for one in measurements),
         num_alloc_retries=max(one.num_alloc_retries for one in measurements),
         num_ooms=max(one.num_ooms for one in measurements),

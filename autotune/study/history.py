@@ -10,7 +10,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 
 from autotune.errors import without_digits
-from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Choice, Config
+from autotune.records.config import BATCH_KEYS, BATCH_SIZE, Choice, Config, ShapeGrowth
 from autotune.records.objective import Objective
 from autotune.records.outcome import Kind, Outcome
 from autotune.records.study import BASELINE, Neighbours, Trial
@@ -251,6 +251,17 @@ class History:
         """Different shapes that a whole training with such micro batches is expected to meet, as probes told; 0 where none did."""
         told = ((other, outcome.measurement) for other, outcome in self.evidence if outcome.measurement is not None)
         return max((m.num_shapes_expected for other, m in told if other.batch_size == config.batch_size), default=0.0)
+
+    def shape_growth(self, config: Config) -> ShapeGrowth | None:
+        """What a training keeps for each new shape, as probes with such micro batches told; None where none did."""
+        group_of = self.space.techniques.micro_batch_group
+        told = (
+            growth
+            for other, outcome in self.evidence
+            if (found := outcome.measurement) is not None and (growth := found.shape_growth) is not None
+            if other.batch_size == config.batch_size and group_of(other) == group_of(config)
+        )
+        return max(told, key=lambda growth: growth.bytes_per_shape, default=None)
 
     @property
     def largest_batch_size(self) -> float:

@@ -210,7 +210,9 @@ class Search:
             settings = self.budget.paced(self.settings, self.history).replace(front=front)
         setup_s = COMPILING_PATIENCE * self.history.setup_s(proposal.config)
         settings = settings.replace(
-            timeout_s=settings.timeout_s + setup_s, num_shapes=self.history.num_shapes(proposal.config)
+            timeout_s=settings.timeout_s + setup_s,
+            num_shapes=self.history.num_shapes(proposal.config),
+            shape_growth=self.history.shape_growth(proposal.config),
         )
         prediction = None if in_play_off else self.cost_model.predict(self.history, proposal.config)
         num_known = sum(trial.config == proposal.config for trial in self.history.searched)

@@ -165,7 +165,9 @@ def keep_between_what_is_freed():
     return device.kept_bytes() - before_bytes, device.current_bytes() - before_bytes
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell what heaps hold free")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this C library does not tell what heaps hold free"
+)
 def test_what_a_heap_holds_free_is_not_kept():
     kept_bytes, held_bytes = in_process(keep_between_what_is_freed)
     assert kept_bytes == pytest.approx(50 * MIB, rel=0.1) and held_bytes > 90 * MIB

@@ -17,7 +17,7 @@ from autotune.devices import open_device
 from autotune.devices.cpu import CpuDevice
 from autotune.probe.measure import Run
 from autotune.probe.timing import MIN_BLOCK_S
-from autotune.records.config import ProbeSettings
+from autotune.records.config import ProbeSettings, ShapeGrowth
 from autotune.session import prepare
 from tests.devices.processes import in_process
 
@@ -117,13 +117,13 @@ def test_what_is_cached_for_each_shape_is_expected_to_go_on_growing():
 
 def test_growth_by_shape_is_told_only_where_memory_is_the_hosts():
     found, _ = long_run(keep_a_block_for_each_shape, has_own_memory=True)
-    assert found.growth_bytes_per_step > 10 * 2**20 and found.growth_bytes_per_shape == 0 == found.long_run_growth_bytes
+    assert found.growth_bytes_per_step > 10 * 2**20 and found.shape_growth is None and found.long_run_growth_bytes == 0
 
 
 @pytest.mark.skipif(not mkldnn.is_available(), reason="this torch has no oneDNN")
 def test_growth_by_kernels_is_expected_to_end_where_their_cache_is_full():
     found, _ = long_run(make_kernels_for_each_shape)
-    assert 0 < found.long_run_growth_bytes < 0.8 * (200 - found.num_shapes) * found.growth_bytes_per_shape
+    assert 0 < found.long_run_growth_bytes < 0.8 * (200 - found.num_shapes) * found.shape_growth.bytes_per_shape
 
 
 def test_growth_by_what_is_no_kernel_is_expected_to_go_on_where_kernels_are_made_too():
@@ -155,19 +155,26 @@ def test_a_peak_that_an_earlier_process_told_is_part_of_what_a_long_run_needs():
 @pytest.mark.parametrize("sample_s", [FEW["sample_s"], 0.15])  # some whole batches after the small ones, or hardly any
 def test_where_batches_are_few_and_large_small_ones_show_what_a_new_shape_takes(sample_s):
     found, _ = long_run(keep_a_block_for_each_shape, **{**FEW, "sample_s": sample_s})
-    assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
+    assert found.shape_growth.bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
     assert found.long_run_growth_bytes > 100 * 2**20
 
 
 def test_where_nothing_is_kept_small_ones_show_no_growth():
-    assert not long_run(keep_nothing, **FEW)[0].growth_bytes_per_shape
+    assert long_run(keep_nothing, **FEW)[0].shape_growth == ShapeGrowth(bytes_per_shape=0.0)
+
+
+def test_where_it_is_known_what_is_kept_for_each_shape_few_batches_are_enough():
+    known = ShapeGrowth(bytes_per_shape=float(LARGE_BYTES), most_bytes=5.0 * LARGE_BYTES)
+    found, sizes = long_run(keep_nothing, shape_growth=known, num_shapes=100.0, **FEW)
+    assert found.shape_growth == known and found.long_run_growth_bytes == 5 * LARGE_BYTES
+    assert 2 in sizes and len([size for size, _ in groupby(sizes)]) == 2  # a leak alone is looked for
 
 
 def test_small_batches_that_take_less_for_each_shape_are_followed_by_whole_ones():
     found, sizes = long_run(keep_a_block_for_each_shape_and_sample, **FEW)
-    # a leak is looked for with small ones, and kernels are counted in whole ones
-    assert [size for size, _ in groupby(sizes)] == [8, 2, 8, 2, 8]
-    assert found.growth_bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
+    # kernels are counted in whole ones, and a leak is looked for with small ones
+    assert [size for size, _ in groupby(sizes)] == [8, 2, 8, 2]
+    assert found.shape_growth.bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1)
 
 
 def test_a_leak_is_no_cache_and_a_small_one_hides_none():

@@ -486,7 +486,7 @@ def test_the_smaller_last_batch_of_a_pass_is_no_part_of_the_time(now):
 
 
 def test_where_it_is_known_what_a_long_run_holds_nothing_is_trained_to_find_it_out(monkeypatch):
-    monkeypatch.setattr(LongRun, "growth_per_shape", lambda *args: pytest.fail("it is"))
+    monkeypatch.setattr(LongRun, "growth", lambda *args: pytest.fail("it is"))
     samples = [torch.ones(6) for _ in range(16)]
     task = task_of(
         make_batch=None, train_dataset=lambda: samples, training_step=lambda model, batch: model(batch).mean()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autotune.records.check import Check
+from autotune.records.config import ShapeGrowth
 from autotune.records.inspection import BatchSupport, Support
 from autotune.records.outcome import Kept, Kind, Outcome
 from autotune.records.result import Result
@@ -182,22 +183,28 @@ def test_what_a_play_off_knows_of_memory_is_what_the_search_saw(tmp_path, grown_
         assert told == ((peak, (peak + grown_bytes) * bool(grown_bytes)) if surely_fits else (0, 0))
 
 
-def test_how_many_shapes_come_is_looked_for_once_for_each_batch_size(tmp_path):
+def test_what_shapes_take_is_asked_once_for_each_micro_batch_and_how_many_come_once_for_each_of_its_sizes(tmp_path):
     asked = []
+    growth = ShapeGrowth(bytes_per_shape=2.0**20)
 
     class Watched(Staged):
         def outcome_of(self, config, settings):
-            asked.append((config.batch_size, settings.num_shapes))
+            asked.append((config, settings.num_shapes, settings.shape_growth))
             outcome = super().outcome_of(config, settings)
             if outcome.measurement is None:
                 return outcome
-            return replace(outcome, measurement=replace(outcome.measurement, num_shapes_expected=7.0))
+            told = replace(outcome.measurement, num_shapes_expected=7.0, shape_growth=growth)
+            return replace(outcome, measurement=told)
 
-    answer(recommender(tmp_path, Watched()))
-    seen = set()
-    for batch_size, num_shapes in asked:
-        assert num_shapes == (7.0 if batch_size in seen else 0.0)
-        seen.add(batch_size)
+    made = recommender(tmp_path, Watched())
+    answer(made)
+    sizes, micro_batches = set(), set()
+    for config, num_shapes, known in asked:
+        micro_batch = config.batch_size, made.runner.techniques.micro_batch_group(config)
+        assert num_shapes == (7.0 if config.batch_size in sizes else 0.0)
+        assert known == (growth if micro_batch in micro_batches else None)
+        sizes.add(config.batch_size)
+        micro_batches.add(micro_batch)
 
 
 class Shrinking(Staged):
