@@ -71,6 +71,8 @@ SCALES = Scales(noise=((0.01, 0.5), (0.02, 0.3), (0.04, 0.2)), outliers=False)
 # A failed allocation that exceeds the expected peak by more is some request of its own, of which the model knows nothing.
 LARGEST_SURPRISE = 5.0
 LARGEST_BYTES = 2**62  # a figure beyond says only that nothing is known; it fits a 64-bit integer
+# of micro batches that count for what libraries keep: more would rule out a type that no probe has tried, in a model that uses few kernels
+MOST_SHAPES = 16.0
 BEYOND, BEYOND_STD = 0.7, 0.6  # how far beyond the limit, in logarithms, a config is where only failures are known
 
 
@@ -138,6 +140,10 @@ class MemoryModel:
             whole = gradients_bytes if config.accumulation_steps > 1 else 0
             return outside_of(config) + whole - whole // num_shards(config)
 
+        num_shapes = max(
+            (o.measurement.num_shapes_expected for _, o in probes if o.measurement is not None), default=1.0
+        )
+        num_shapes = min(max(1.0, num_shapes), MOST_SHAPES)
         measured = [(config, o.measurement.long_run_peak_bytes) for config, o in probes if o.measurement is not None]
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
@@ -156,7 +162,7 @@ class MemoryModel:
                 return replace(trace, volume_bytes=round(trace.volume_bytes + more_bytes))
 
             def outside_with_choices(config: Config) -> int:
-                return outside_of(config) + (0 if on_card else space.techniques.untraced_bytes(config))
+                return outside_of(config) + (0 if on_card else space.techniques.untraced_bytes(config, num_shapes))
 
             traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size

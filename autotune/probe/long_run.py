@@ -27,7 +27,7 @@ LONGER_SMALL_S = 2.0  # where they take longer for their size, and are enough by
 LONGEST_SMALL_S = 4.0  # however few they are
 MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
 NUM_LOOKED_AT = (
-    3  # small batches that are drawn where all whole ones had one shape: of those that are padded, some differ
+    3  # small batches that are drawn where all whole ones had one shape: padded ones may differ all the same
 )
 NUM_WHOLE = 2  # whole batches of new shapes that are trained, once small ones have shown that memory grows
 WHOLE_S = 2.0  # for them, the first one apart
@@ -94,7 +94,8 @@ class LongRun:
         if not self.shapes.are_several and not self._small_ones_differ(small_size):
             return ShapeGrowth(bytes_per_shape=0.0)
         before_bytes = self.device.kept_bytes()
-        of_small = self._growth_of_small(small_size)
+        if (of_small := self._growth_of_small(small_size)) is None:
+            return None
         if of_small and small_size < self.session.config.batch_size:  # else the small ones were whole
             self._train_whole(whole, self.device.kept_bytes() - before_bytes)
         most = of_small * self.session.config.batch_size / small_size
@@ -161,14 +162,16 @@ class LongRun:
         """Whether batches of so few samples have several shapes; False where they have as many samples as those of the run."""
         if size is None or size >= self.session.config.batch_size:
             return False
-        shapes = Shapes()
+        shapes, ends_s = Shapes(), time.perf_counter() + LOOK_S
         with contextlib.suppress(Exception):  # of the user's dataset
             for _ in range(NUM_LOOKED_AT):
                 shapes.note(self.draw(size)[0])
+                if time.perf_counter() > ends_s:
+                    break
         return shapes.are_several
 
-    def _growth_of_small(self, size: int) -> float:
-        """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows."""
+    def _growth_of_small(self, size: int) -> float | None:
+        """Bytes by which memory grows with each new shape of small batches; 0 unless it clearly grows, None where too few tell that."""
         shapes = self.shapes if size == self.session.config.batch_size else Shapes()
         held, began_s = list[Held](), time.perf_counter()
         try:
@@ -181,8 +184,8 @@ class LongRun:
                 if len(held) == NUM_SMALL or time.perf_counter() - began_s > most_s:
                     break
         except Exception as error:  # of the user's dataset, say
-            return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else 0.0
-        return growth_per_shape(held) or 0.0
+            return growth_where_it_grows(held) if self.device.is_out_of_memory(error) else None
+        return growth_per_shape(held)
 
     def _train_whole(self, batches: Iterable[StepBatch], small_bytes: int) -> None:
         """Train micro batches of the run's own size until a few of them had a new shape.

@@ -95,12 +95,16 @@ class Run:
             if self.settings.phases and not phases:
                 phases = self._phases()
         self._meets_shapes = False
-        if self.settings.num_steps and self._long_run.shapes.recur:  # which were not met before they were timed
+        is_alone = self.session.world.size == 1  # else each would leave out blocks of its own
+        if (
+            self.settings.num_steps and is_alone and self._long_run.shapes.recur
+        ):  # they were not met before they were timed
             self._timing.blocks.leave_out_new_shapes()
         within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
             num_steps=self.num_steps,
             num_shapes=self._long_run.shapes.num_seen,
+            num_shapes_expected=self._long_run.shapes.num_expected(),
             setup_s=setup_s,
             warmup_s=warmup_s,
             timed_s=timed_s,
@@ -129,10 +133,11 @@ class Run:
         if known_bytes := self.settings.known_long_run_peak_bytes:
             return replace(measured, long_run_growth_bytes=max(0, known_bytes - measured.peak_bytes))
         small_size = self._small_size if may_train else None
-        # a process of the play-off trains no largest batch, so its heap may still widen; a probe has told
+        # nothing more is trained for a config that is too slow, nor in the play-off: a probe has told
         may_train_small = not measured.cut_short and not self.settings.known_peak_bytes
         whole = map(self._take, repeat(1))
-        growth = self._long_run.growth(whole, small_size if may_train_small else None, self.settings.shape_growth)
+        known = None if measured.cut_short else self.settings.shape_growth
+        growth = self._long_run.growth(whole, small_size if may_train_small else None, known)
         per_shape = 0.0 if growth is None else growth.bytes_per_shape
         if may_train and (measured.growth_bytes_per_step or per_shape):
             take = partial(self._take, 1)
@@ -148,21 +153,20 @@ class Run:
         if is_leak or not growth or not per_shape:
             return replace(measured, shape_growth=None if is_leak else growth)
         shapes, num_shapes = self._long_run.shapes, self.settings.num_shapes
-        # else what was seen to grow goes on for no longer than that
-        if growth.most_bytes is None and (num_shapes or shapes.num_expected()) > 2 * shapes.num_seen:
-            countable = whole if may_train and not self._has_compiled else ()
+        if known is None:
+            # fewer shapes to come than were seen hardly fill a cache that is not full by now
+            are_many = (num_shapes or shapes.num_expected()) > 2 * shapes.num_seen
+            countable = whole if are_many and may_train and not self._has_compiled else ()
             growth = replace(growth, most_bytes=self._long_run.most_cached_bytes(per_shape, countable))
         if not num_shapes:
             num_shapes = self._long_run.num_shapes_expected(self._micro_batches if may_train else ())
         grown_bytes = max(0.0, num_shapes - self._long_run.num_shapes_at_peak) * per_shape
         if growth.most_bytes is not None:
             grown_bytes = min(grown_bytes, growth.most_bytes)
-        # an earlier process may have told a peak that this one did not reach; it had trained other shapes by then
-        unreached_bytes = measured.peak_bytes - self._long_run.peak_bytes if self.settings.known_peak_bytes else 0
         return replace(
             measured,
-            shape_growth=growth,
-            long_run_growth_bytes=max(0, round(grown_bytes) - unreached_bytes),
+            shape_growth=growth if may_train else None,  # else few batches have told how many shapes come
+            long_run_growth_bytes=round(grown_bytes),
             num_shapes_expected=num_shapes,
         )
 

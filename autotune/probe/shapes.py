@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, islice, pairwise
+from itertools import combinations, groupby, islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -20,10 +20,11 @@ from autotune.units import MIB
 Shape = tuple[object, ...]
 
 NUM_LEAVES = 16  # of a batch: lists of thousands of numbers would take milliseconds
-SURE_Z = 2.2  # of the trend: five points that only rise exceed it, which are one sequence in 120
+FEWEST_INCREMENTS = 4  # for a trend: five points that only rise are one sequence in 120
+SURE_Z = 2.2  # of the trend: five points that only rise exceed it
 PAGES_BYTES = MIB // 4  # smaller steps of a heap are no new kernels
 STEPWISE = 0.3  # share of the new shapes that have to take something for a trend: one wide batch alone makes none
-GIVEN_BACK = 0.25  # of what was taken: an allocator gives back nearly all, a cache nothing
+GIVEN_BACK = 0.25  # of what was taken: a cache gives back nothing
 FEW_SHAPES = 64  # of a training: all of them have been met after a while
 MOST_POINTS = 100  # all pairs of them are looked at
 
@@ -93,31 +94,29 @@ class Held:
 
 
 def are_enough(held: Sequence[Held]) -> bool:
-    """Whether so many batches would tell a trend, if memory only rose with each new shape after the first batches."""
-    return _z([Held(one.num_shapes, one.num_shapes) for one in _settled(held)]) >= SURE_Z
+    """Whether so many batches tell a trend: after the first ones, enough of them had a new shape."""
+    return len(_by_shape(_settled(held))) > FEWEST_INCREMENTS
 
 
 def growth_per_shape(held: Sequence[Held]) -> float | None:
     """Bytes by which memory grows with each new shape; 0 unless it clearly grows to the last of them, None where too few tell that.
 
-    Source: the trend's test is Mann's (Nonparametric tests against trend, Econometrica 13, 1945), by shapes in place of time, and with the
-    variance for ties of Kendall (Rank Correlation Methods, 1975, chapter 4); its slope is Sen's (Estimates of the regression
-    coefficient based on Kendall's tau, JASA 63, 1968).
+    Source: the trend's test is Mann's (Nonparametric tests against trend, Econometrica 13, 1945), by shapes in place of time, its slope
+    Sen's (Estimates of the regression coefficient based on Kendall's tau, JASA 63, 1968).
     """
     if not are_enough(held):
         return None
-    settled = _settled(held)
-    pairs = [*pairwise(settled)]
-    increments = [after.num_bytes - before.num_bytes for before, after in pairs]
-    of_new = [
-        grown for grown, (before, after) in zip(increments, pairs, strict=True) if after.num_shapes > before.num_shapes
-    ]
-    growing = sum(grown > PAGES_BYTES for grown in of_new)
+    told = _by_shape(_settled(held))
+    told = told[:: -math.ceil(len(told) / MOST_POINTS) or -1][::-1]  # the last one is among them
+    count, increments = len(told), [after.num_bytes - before.num_bytes for before, after in pairwise(told)]
+    growing = sum(grown > PAGES_BYTES for grown in increments)
     taken, given_back = sum(max(0, grown) for grown in increments), sum(max(0, -grown) for grown in increments)
-    if growing < STEPWISE * len(of_new) or given_back > GIVEN_BACK * taken or _z(settled) < SURE_Z:
+    if growing < STEPWISE * len(increments) or given_back > GIVEN_BACK * taken:
         return 0.0
-    slopes = [slope for part in (settled, settled[len(settled) // 2 :]) if (slope := _slope(part)) is not None]
-    least = min(slopes, default=0.0)
+    signs = sum((b.num_bytes > a.num_bytes) - (b.num_bytes < a.num_bytes) for a, b in combinations(told, 2))
+    if signs - 1 < SURE_Z * math.sqrt(count * (count - 1) * (2 * count + 5) / 18):
+        return 0.0
+    least = min(_slope(part) or 0.0 for part in (told, told[count // 2 :]))
     return least if least >= PAGES_BYTES else 0.0
 
 
@@ -133,21 +132,12 @@ def _slope(held: Sequence[Held]) -> float | None:
     return median(slopes) if slopes else None
 
 
-def _z(held: Sequence[Held]) -> float:
-    """By how many standard deviations memory rises with the number of shapes, beyond what chance makes of it."""
-    count, alike = len(held), Counter(one.num_shapes for one in held)
-    told = [(a, b) for a, b in combinations(held, 2) if b.num_shapes > a.num_shapes]
-    signs = sum((b.num_bytes > a.num_bytes) - (b.num_bytes < a.num_bytes) for a, b in told)
-    variance = _times_its_variance(count) - sum(map(_times_its_variance, alike.values()))
-    return (signs - 1) / math.sqrt(variance / 18) if variance else 0.0
-
-
-def _times_its_variance(count: int) -> int:
-    """18 times the variance of the number of pairs in order less those out of order, among so many values."""
-    return count * (count - 1) * (2 * count + 5)
-
-
 def _settled(held: Sequence[Held]) -> Sequence[Held]:
-    """Without the first ones, in which allocators settle; of very many some that are evenly spread, the last one among them."""
-    settled = held[max(1, len(held) // 3) :]
-    return settled[:: -math.ceil(len(settled) / MOST_POINTS) or -1][::-1]
+    """Without the first ones, in which allocators settle."""
+    return held[max(1, len(held) // 3) :]
+
+
+def _by_shape(held: Sequence[Held]) -> Sequence[Held]:
+    """One for each number of shapes: batches of shapes that were there before differ by noise alone."""
+    groups = groupby(held, key=lambda one: one.num_shapes)
+    return [Held(num_shapes, round(median(one.num_bytes for one in group))) for num_shapes, group in groups]

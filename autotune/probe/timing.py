@@ -158,13 +158,13 @@ class Blocks:
         return True
 
     def leave_out_new_shapes(self) -> None:
-        """Leave out the first blocks as long as each has a shape that none had before, unless more than half of all are such blocks.
+        """Leave out the blocks up to the last of the first half in which a shape came for the first time: kernels are made in those.
 
-        Kernels are made in them. Later blocks with a rare shape count: they are more work than others, or less.
+        Later blocks with a rare shape count. They are more work than others, or less.
         """
-        num_first = [*self._with_new_shapes, False].index(False)
-        if 2 * num_first <= len(self.samples_per_s):
-            self._keep([number >= num_first for number in range(len(self.samples_per_s))])
+        first_half = self._with_new_shapes[: len(self._with_new_shapes) // 2]
+        num_first = max((number for number, has_new in enumerate(first_half, start=1) if has_new), default=0)
+        self._keep([number >= num_first for number in range(len(self.samples_per_s))])
 
     def _keep(self, which: Sequence[bool]) -> None:
         """Keep some of the blocks alone."""

@@ -248,20 +248,34 @@ class History:
         return max(found, key=lambda measured: measured.num_shapes).shapes_recur if found else None
 
     def num_shapes(self, config: Config) -> float:
-        """Different shapes that a whole training with such micro batches is expected to meet, as probes told; 0 where none did."""
-        told = ((other, outcome.measurement) for other, outcome in self.evidence if outcome.measurement is not None)
-        return max((m.num_shapes_expected for other, m in told if other.batch_size == config.batch_size), default=0.0)
+        """Different shapes that a whole training with such micro batches is expected to meet, as probes told that looked at more batches
+        than they trained; 0 where none did.
+        """
+        told = ((other, outcome.measurement) for other, outcome in self.evidence)
+        looked = (
+            found
+            for other, found in told
+            if found is not None and found.shape_growth is not None and found.shape_growth.bytes_per_shape
+            if other.batch_size == config.batch_size and self._draws_alike(other, config)
+        )
+        return max((found.num_shapes_expected for found in looked), default=0.0)
 
     def shape_growth(self, config: Config) -> ShapeGrowth | None:
         """What a training keeps for each new shape, as probes with such micro batches told; None where none did."""
-        group_of = self.space.techniques.micro_batch_group
-        told = (
+        group_of = self.space.techniques.shapes_group
+        told = [
             growth
             for other, outcome in self.evidence
             if (found := outcome.measurement) is not None and (growth := found.shape_growth) is not None
             if other.batch_size == config.batch_size and group_of(other) == group_of(config)
-        )
-        return max(told, key=lambda growth: growth.bytes_per_shape, default=None)
+        ]
+        told.sort(key=lambda growth: growth.bytes_per_shape)
+        return told[len(told) // 2] if told else None  # one that is far off says little, once there are three
+
+    def _draws_alike(self, one: Config, other: Config) -> bool:
+        """Whether batches of the two are drawn in the same way."""
+        techniques = self.space.techniques
+        return all(one[name] == other[name] for name in techniques if techniques[name].changes_learning)
 
     @property
     def largest_batch_size(self) -> float:

@@ -79,7 +79,11 @@ class Techniques(Mapping[str, Technique]):
     def __init__(self, techniques: Iterable[Technique]) -> None:
         self._by_name = {technique.name: technique for technique in techniques}
         self._shaping = tuple(technique for technique in self.values() if technique.shapes_memory)
-        self._with_untraced = tuple(each for each in self.values() if any(map(each.untraced_bytes, each.choices)))
+        self._with_untraced = tuple(
+            each
+            for each in self.values()
+            if any(each.untraced_bytes(choice) or each.untraced_bytes_per_shape(choice) for choice in each.choices)
+        )
 
     def __getitem__(self, name: str) -> Technique:
         return self._by_name[name]
@@ -169,6 +173,16 @@ class Techniques(Mapping[str, Technique]):
             if config[name] != technique.off and (technique.phase in phases or not phases)
         )
 
+    def shapes_group(self, config: Config) -> tuple[tuple[str, Choice], ...]:
+        """The choices that are not off, of those that decide which shapes micro batches have, and which kernels a pass over one needs."""
+        return tuple(
+            (name, choice)
+            for name, choice in self.switched_on(config)
+            if self[name].shapes_micro_batch(choice)
+            or self[name].changes_learning
+            or self[name].arithmetic(choice) != FP32
+        )
+
     def micro_batch_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
         """The choices that are not off, of those that change a micro batch: configs that share them take the same passes."""
         on = ((t, config[t.name]) for t in self._shaping if config.get(t.name, t.off) != t.off)
@@ -233,9 +247,15 @@ class Techniques(Mapping[str, Technique]):
         """What the techniques of `config` add to the settings of torch's CUDA allocator; empty for nothing."""
         return ",".join(filter(None, (t.allocator_settings(config[name]) for name, t in self.items())))
 
-    def untraced_bytes(self, config: Config) -> int:
-        """What `config` takes beside what tracing shows where the processors train, whatever the model."""
-        return sum(technique.untraced_bytes(config[technique.name]) for technique in self._with_untraced)
+    def untraced_bytes(self, config: Config, num_shapes: float = 1.0) -> int:
+        """What `config` takes beside what tracing shows where the processors train, whatever the model.
+
+        Args:
+            num_shapes: of micro batches that training meets.
+        """
+        choices = [(technique, config[technique.name]) for technique in self._with_untraced]
+        per_shape = sum(technique.untraced_bytes_per_shape(choice) for technique, choice in choices)
+        return sum(technique.untraced_bytes(choice) for technique, choice in choices) + round(num_shapes * per_shape)
 
     def all_allocator_settings(self) -> tuple[str, ...]:
         """Every text that a choice adds to the settings of torch's CUDA allocator, the empty one first."""

@@ -119,7 +119,7 @@ class Amp(Technique):
         """Both types take two bytes, and a GradScaler adds only a few scalars."""
         return "bf16"
 
-    def untraced_bytes(self, choice: Choice) -> int:
+    def untraced_bytes_per_shape(self, choice: Choice) -> int:
         return 0 if choice == self.off else KERNEL_BYTES
 
     def untraceable(self, choice: Choice, device_kind: str) -> str:

@@ -265,9 +265,11 @@ class Technique(ABC):
         return ""
 
     def untraced_bytes(self, choice: Choice) -> int:
-        """What `choice` takes beside what tracing shows where the processors train, whatever the model: processes that it starts, or
-        what libraries keep for another type.
-        """
+        """What `choice` takes beside what tracing shows where the processors train, whatever the model: processes that it starts, say."""
+        return 0
+
+    def untraced_bytes_per_shape(self, choice: Choice) -> int:
+        """The same for each shape of a micro batch: what libraries keep for another type."""
         return 0
 
     def num_shards(self, choice: Choice, world: World) -> int:

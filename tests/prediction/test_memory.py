@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autotune.prediction.cost import Probes, beyond
-from autotune.prediction.memory import GATHERED_TIMES, MemoryEstimate, MemoryModel
+from autotune.prediction.memory import GATHERED_TIMES, MOST_SHAPES, MemoryEstimate, MemoryModel
 from autotune.prediction.traces import TracedPeak
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
 from autotune.records.config import Choice, Config, World
@@ -20,6 +20,7 @@ from autotune.records.inspection import Support
 from autotune.records.outcome import Bound, Kind, Outcome
 from autotune.space import Space, build_space
 from autotune.techniques import Techniques, find_techniques
+from autotune.techniques.amp import KERNEL_BYTES
 from autotune.techniques.num_workers import WORKER_BYTES
 from tests.closed_form import MIB, ClosedFormRunner, inspection, measurement
 from tests.rough_world import OUTSIDE_BYTES, NoisyPeaks, RoughRunner
@@ -99,6 +100,21 @@ def test_a_probe_of_one_group_moves_its_own_group_most(space: Space) -> None:
     before, after = traced(space), traced(space, [(checkpointed, larger)])
     moved = [after.estimate(c).peak_bytes / before.estimate(c).peak_bytes for c in (checkpointed, plain)]  # type: ignore[union-attr]
     assert moved[0] > moved[1] > 1
+
+
+def test_what_libraries_keep_for_another_type_they_keep_for_each_shape_of_a_micro_batch(space: Space) -> None:
+    def of_shapes(num_shapes: float, config: Config) -> int:
+        _, outcome = ran(space.baseline)
+        assert outcome.measurement is not None
+        measured = replace(outcome.measurement, num_shapes_expected=num_shapes)
+        found = traced(space, [(space.baseline, replace(outcome, measurement=measured))]).estimate(config)
+        assert found is not None
+        return found.peak_bytes
+
+    for amp, expected in (("off", 0), ("bf16", 9 * KERNEL_BYTES)):
+        config = space.complete({"batch_size": 8, "amp": amp})
+        assert of_shapes(10.0, config) - of_shapes(1.0, config) == pytest.approx(expected, abs=MIB)
+    assert of_shapes(1e4, config) == of_shapes(MOST_SHAPES, config)  # a probe tells of so many
 
 
 @pytest.mark.parametrize("make", [traced, untraced])

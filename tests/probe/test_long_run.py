@@ -68,6 +68,11 @@ def keep_a_block_for_each_shape_beside_a_kernel(batch):
     keep_a_block_for_each_shape(batch)
 
 
+def refuse_few(batch):
+    if len(batch) < FEW["batch_size"]:
+        raise ValueError("too few")
+
+
 def leak_a_large_tensor(batch):
     kept[len(kept)] = torch.empty(LARGE_BYTES, dtype=torch.uint8)
 
@@ -99,7 +104,7 @@ def run(keep, num_lengths=200, batch_size=1, sample_s=MIN_BLOCK_S, num_steps=20,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda now=time.perf_counter: now() + taken_s[0])
         found = Run(session, device, settings, lambda progress: None).measure(0.0)
-    assert found.num_shapes > (5 if num_steps > 5 else 1)
+    assert found.num_shapes > (5 if num_steps > 5 else 0)
     return found, sizes
 
 
@@ -144,12 +149,14 @@ def test_where_it_is_known_how_many_shapes_come_that_is_not_looked_for():
     assert found.long_run_growth_bytes == pytest.approx((50 - found.num_shapes) * LARGE_BYTES, rel=0.2)
 
 
-def test_a_peak_that_an_earlier_process_told_is_part_of_what_a_long_run_needs():
-    alone, _ = long_run(keep_a_block_for_each_shape, num_lengths=40)
-    known_bytes = alone.peak_bytes + 3 * LARGE_BYTES
-    found, _ = long_run(keep_a_block_for_each_shape, num_lengths=40, known_peak_bytes=known_bytes)
-    assert found.peak_bytes == known_bytes
-    assert found.long_run_peak_bytes == pytest.approx(alone.long_run_peak_bytes, rel=0.1)
+def test_where_whole_batches_have_one_shape_small_ones_show_that_shapes_differ():
+    found, sizes = long_run(keep_a_block_for_each_shape, **{**FEW, "batch_size": 199, "sample_s": 0.002})
+    assert found.num_shapes == 1
+    assert found.shape_growth.bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1) and min(sizes) < 199
+
+
+def test_small_batches_that_fail_tell_nothing():
+    assert long_run(refuse_few, **FEW)[0].shape_growth is None
 
 
 @pytest.mark.parametrize("sample_s", [FEW["sample_s"], 0.15])  # some whole batches after the small ones, or hardly any

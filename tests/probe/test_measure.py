@@ -418,6 +418,19 @@ def test_where_so_many_steps_are_asked_for_no_other_micro_batch_is_trained():
     assert num_met == 0 and trained == drawn
 
 
+def test_where_so_many_steps_are_asked_for_what_a_shape_takes_at_first_does_not_count(now):
+    met = set()
+
+    def training_step(model, batch):
+        now[0] += 0.1 if batch.shape in met else 0.5
+        met.add(batch.shape)
+        return model.weight.sum() * batch.mean()
+
+    samples = [torch.ones(1).expand(1 + place % 6) for place in range(600)]
+    task = task_of(make_batch=None, train_dataset=lambda: samples, training_step=training_step)
+    assert run_of(task, {"batch_size": 1}, num_steps=100).measure(0.0).samples_per_s == pytest.approx(10.0)
+
+
 @pytest.mark.parametrize("spared", ["LONG_S", "surely_keep_up"])
 def test_no_time_is_given_to_new_shapes_where_they_cost_little_or_data_workers_would_use_it(monkeypatch, spared):
     if spared == "LONG_S":

@@ -149,6 +149,18 @@ def test_what_is_kept_is_told_from_a_few_shapes_where_old_ones_take_nothing():
     assert growth_per_shape(few[:6]) is None
 
 
+def test_batches_of_old_shapes_make_no_trend_of_one_jump():
+    jump = [Held(num, 2**30 + 50 * MIB * (num > 3)) for num in (1, 1, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 4)]
+    assert not growth_per_shape(jump)
+
+
+def test_what_fluctuates_between_batches_of_old_shapes_hides_no_growth():
+    draw = random.Random(0)
+    numbers = [1 + place // 12 for place in range(120)]
+    noisy = [Held(num, 2**30 + round(MIB * (18 * num + draw.uniform(-2, 2)))) for num in numbers]
+    assert growth_per_shape(noisy) == pytest.approx(18 * MIB, rel=0.1)
+
+
 def test_shapes_that_were_not_drawn_are_trained_and_say_nothing_of_how_many_come():
     shapes = drawn(3, 50)
     shapes.note_chosen({"text": torch.empty(2, 30), "labels": [torch.empty(2)], "name": "x"})

@@ -242,14 +242,15 @@ def test_a_run_of_so_many_steps_is_done_after_them_alone():
 @pytest.mark.parametrize(
     ("has_new", "left"),
     [
-        ("1100010", [8.0, 7.0, 6.0, 5.0, 4.0]),
-        ("0101", [10.0, 9.0, 8.0, 7.0]),
-        ("1110", [10.0, 9.0, 8.0, 7.0]),
+        ("1010001", [7.0, 6.0, 5.0, 4.0]),
+        ("0001", [10.0, 9.0, 8.0, 7.0]),
+        ("1111", [8.0, 7.0]),
+        ("1", [10.0]),
         ("", []),
     ],
-    ids=["the first ones", "later ones", "too many", "none at all"],
+    ids=["the first ones", "a later one", "every one", "one alone", "none at all"],
 )
-def test_the_first_blocks_are_left_out_where_each_has_a_new_shape(has_new, left):
+def test_the_first_blocks_are_left_out_up_to_the_last_of_half_of_them_with_a_new_shape(has_new, left):
     blocks = Blocks(ProbeSettings(memory_limit_bytes=None))
     for number, is_new in enumerate(has_new):
         blocks.add(10.0 - number, 0.1, has_new_shapes=is_new == "1")

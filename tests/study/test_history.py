@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records.config import Config, World
+from autotune.records.config import Config, ShapeGrowth, World
 from autotune.records.inspection import Support
 from autotune.records.objective import Throughput
 from autotune.records.outcome import Bound, Kind, Outcome
@@ -217,15 +217,29 @@ def test_whether_shapes_recur_is_told_by_the_probe_that_has_seen_the_most():
     assert history(seen(0, 8, recur=True), seen(1, 30, recur=False), seen(2, 1, recur=False)).shapes_recur is False
 
 
-def test_how_many_shapes_come_is_told_by_probes_with_as_large_a_micro_batch():
-    def told(number, batch_size, num_shapes):
+def test_how_many_shapes_come_and_what_they_take_is_told_by_probes_with_as_large_a_micro_batch():
+    def told(number, batch_size, num_shapes, num_bytes, **choices):
         outcome = ran(config(batch_size), 20.0)
-        measured = replace(outcome.measurement, num_shapes_expected=num_shapes)
-        return trial(config(batch_size, num_workers=number), replace(outcome, measurement=measured), number=number)
+        growth = None if num_bytes is None else ShapeGrowth(bytes_per_shape=num_bytes)
+        measured = replace(outcome.measurement, num_shapes_expected=num_shapes, shape_growth=growth)
+        made = config(batch_size, num_workers=number, **choices)
+        return trial(made, replace(outcome, measurement=measured), number=number)
 
-    made = history(told(0, 8, 12.0), told(1, 8, 15.5), told(2, 6, 20.0))
-    assert made.num_shapes(config(8, amp="bf16")) == 15.5 and made.num_shapes(config(6)) == 20
-    assert made.num_shapes(config(16)) == 0
+    made = history(
+        told(0, 8, 12.0, 5.0),
+        told(1, 8, 15.5, 9.0, amp="bf16"),
+        told(2, 6, 20.0, 3.0),
+        told(3, 6, 60.0, 0.0),  # without growth no further batches were looked at
+        told(4, 12, 8.0, None),
+    )
+    assert [made.num_shapes(config(size)) for size in (8, 6, 12)] == [15.5, 20.0, 0.0]
+    assert made.shape_growth(config(8, optimizer_impl="fused")) == ShapeGrowth(bytes_per_shape=5.0)
+    assert made.shape_growth(config(8, amp="bf16")) == ShapeGrowth(bytes_per_shape=9.0)
+    assert made.shape_growth(config(6)) == ShapeGrowth(bytes_per_shape=3.0)
+    assert made.shape_growth(config(12)) is None is made.shape_growth(config(6, amp="bf16"))
+    assert made.shape_growth(config(8, param_dtype="bf16")) is None  # which computes in another type, too
+    bucketed = config(8, length_bucketing=True)  # whose batches are drawn otherwise
+    assert made.shape_growth(bucketed) is None and made.num_shapes(bucketed) == 0
 
 
 def test_a_batch_whose_steps_would_take_too_much_of_the_budget_may_not_be_probed():

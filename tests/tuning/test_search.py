@@ -185,7 +185,11 @@ def test_what_a_play_off_knows_of_memory_is_what_the_search_saw(tmp_path, grown_
 
 def test_what_shapes_take_is_asked_once_for_each_micro_batch_and_how_many_come_once_for_each_of_its_sizes(tmp_path):
     asked = []
-    growth = ShapeGrowth(bytes_per_shape=2.0**20)
+    groups = {}
+
+    def growth_of(config):
+        group = config.batch_size, techniques.shapes_group(config)
+        return ShapeGrowth(bytes_per_shape=float(1 + groups.setdefault(group, len(groups))))
 
     class Watched(Staged):
         def outcome_of(self, config, settings):
@@ -193,18 +197,17 @@ def test_what_shapes_take_is_asked_once_for_each_micro_batch_and_how_many_come_o
             outcome = super().outcome_of(config, settings)
             if outcome.measurement is None:
                 return outcome
-            told = replace(outcome.measurement, num_shapes_expected=7.0, shape_growth=growth)
+            told = replace(outcome.measurement, num_shapes_expected=7.0, shape_growth=growth_of(config))
             return replace(outcome, measurement=told)
 
-    made = recommender(tmp_path, Watched())
-    answer(made)
-    sizes, micro_batches = set(), set()
+    answer(recommender(tmp_path, Watched()))
+    sizes, told = set(), set()
     for config, num_shapes, known in asked:
-        micro_batch = config.batch_size, made.runner.techniques.micro_batch_group(config)
+        growth = growth_of(config)
         assert num_shapes == (7.0 if config.batch_size in sizes else 0.0)
-        assert known == (growth if micro_batch in micro_batches else None)
+        assert known == (growth if growth in told else None)
         sizes.add(config.batch_size)
-        micro_batches.add(micro_batch)
+        told.add(growth)
 
 
 class Shrinking(Staged):

@@ -18,7 +18,7 @@ LEAK_BYTES = 2 * MIB  # smaller growth over the timed blocks may be the allocato
 
 
 class MemoryGrowth(Observer):
-    """Reads what the process holds after each step of the warm-up and after each block."""
+    """Reads what the process keeps after each step of the warm-up and after each block."""
 
     name = "memory growth"
 
@@ -42,8 +42,8 @@ def growth_per_step(held: list[tuple[float, int]]) -> float:
     """Bytes by which memory grows per optimizer step, from (step, bytes) after each block; 0 unless it clearly grows.
 
     The first blocks, in which allocators settle, are left out. Growth counts if it is steady (in nearly every block where there are
-    few, in most where there are many) and exceeds the fluctuation of allocators. It is the median over the blocks: one wide batch
-    makes room that the process keeps, and says nothing of the next steps.
+    few, in most where there are many) and exceeds the fluctuation of allocators. It is the median over the blocks: what one batch
+    alone leaves says nothing of the next steps.
     """
     # of few only as many as leave enough: after the first step comes the one with the largest batches, which widens the heap
     settled = held[max(1, min(len(held) // 3, len(held) - MIN_INCREMENTS - 1)) :]
