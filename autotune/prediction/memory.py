@@ -136,14 +136,17 @@ class MemoryModel:
         def outside_of(config: Config) -> int:
             return outside_bytes + communicators.bytes_of(space.techniques.num_communicators(config, space.world))
 
+        num_shapes = [o.measurement.num_shapes_expected for _, o in probes if o.measurement is not None]
+        most_shapes = min(max(num_shapes, default=1.0) or 1.0, MOST_SHAPES)
+        on_processors = peaks is not None and not capabilities_of(peaks.target).own_allocator
+
+        def outside_with_choices(config: Config) -> int:
+            return outside_of(config) + on_processors * space.techniques.untraced_bytes(config, most_shapes)
+
         def untraced_outside_of(config: Config) -> int:
             whole = gradients_bytes if config.accumulation_steps > 1 else 0
-            return outside_of(config) + whole - whole // num_shards(config)
+            return outside_with_choices(config) + whole - whole // num_shards(config)
 
-        num_shapes = max(
-            (o.measurement.num_shapes_expected for _, o in probes if o.measurement is not None), default=1.0
-        )
-        num_shapes = min(max(1.0, num_shapes), MOST_SHAPES)
         measured = [(config, o.measurement.long_run_peak_bytes) for config, o in probes if o.measurement is not None]
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
@@ -151,8 +154,7 @@ class MemoryModel:
         self._traced: _Traced | None = None
         self.traced_groups: tuple[Group, ...] = () if peaks is None else tuple(peaks.models)
         if peaks is not None:
-            on_card = capabilities_of(peaks.target).own_allocator
-            line = ON_GPU if on_card else ON_CPU
+            line = ON_CPU if on_processors else ON_GPU
 
             def peak_of(config: Config) -> TracedPeak | None:
                 trace = peaks.peak(config, space.techniques)
@@ -160,9 +162,6 @@ class MemoryModel:
                     return trace
                 more_bytes = (GATHERED_TIMES - 1) * trace.fixed_volume_bytes
                 return replace(trace, volume_bytes=round(trace.volume_bytes + more_bytes))
-
-            def outside_with_choices(config: Config) -> int:
-                return outside_of(config) + (0 if on_card else space.techniques.untraced_bytes(config, num_shapes))
 
             traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
