@@ -26,9 +26,7 @@ SMALL_S = 0.5  # for all of them
 LONGER_SMALL_S = 2.0  # where they take longer for their size, and are enough by then to tell a trend
 LONGEST_SMALL_S = 4.0  # however few they are
 MOST_DRAWN = 3 * NUM_SMALL  # those of a shape that was seen before are not trained
-NUM_LOOKED_AT = (
-    3  # small batches that are drawn where all whole ones had one shape: padded ones may differ all the same
-)
+NUM_LOOKED_AT = 3  # small batches that are drawn where all whole ones had one shape: small ones may still differ
 NUM_WHOLE = 2  # whole batches of new shapes that are trained, once small ones have shown that memory grows
 WHOLE_S = 2.0  # for them, the first one apart
 LOOK_S = 1.0  # for the shapes of batches that are yet to come
@@ -49,7 +47,7 @@ class LongRun:
         train: takes a forward and a backward pass, and leaves no gradient.
         seed: of the small batches that are drawn.
         shapes: of the run's micro batches.
-        peak_bytes: of this process, as it was seen last; by then it had trained `num_shapes_at_peak` shapes.
+        num_shapes_at_peak: trained by the time at which memory peaked.
     """
 
     session: Session
@@ -57,8 +55,8 @@ class LongRun:
     train: Callable[[StepBatch], None]
     seed: int
     shapes: Shapes = field(default_factory=Shapes)
-    peak_bytes: int = 0
     num_shapes_at_peak: int = 0
+    _peak_bytes: int = 0
     _held: list[Held] = field(default_factory=list)
     _made: list[int] = field(default_factory=list)  # kernels for whole micro batches of new shapes
 
@@ -68,8 +66,8 @@ class LongRun:
     def look(self) -> None:
         """Note how much memory is kept now, and what it was at its peak."""
         self._note_kept()
-        if (peak_bytes := self.device.peak_bytes()) > self.peak_bytes:
-            self.peak_bytes, self.num_shapes_at_peak = peak_bytes, self.shapes.num_trained
+        if (peak_bytes := self.device.peak_bytes()) > self._peak_bytes:
+            self._peak_bytes, self.num_shapes_at_peak = peak_bytes, self.shapes.num_trained
 
     def growth(
         self, whole: Iterable[StepBatch], small_size: int | None, known: ShapeGrowth | None = None

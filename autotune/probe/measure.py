@@ -96,9 +96,8 @@ class Run:
                 phases = self._phases()
         self._meets_shapes = False
         is_alone = self.session.world.size == 1  # else each would leave out blocks of its own
-        if (
-            self.settings.num_steps and is_alone and self._long_run.shapes.recur
-        ):  # they were not met before they were timed
+        # `verify` meets no shape before it is timed
+        if self.settings.num_steps and is_alone and self._long_run.shapes.recur:
             self._timing.blocks.leave_out_new_shapes()
         within = self.counts_starts and self._timing.blocks.leave_out_starts()
         measured = self._timing.measurement(
@@ -158,7 +157,9 @@ class Run:
             are_many = (num_shapes or shapes.num_expected()) > 2 * shapes.num_seen
             countable = whole if are_many and may_train and not self._has_compiled else ()
             growth = replace(growth, most_bytes=self._long_run.most_cached_bytes(per_shape, countable))
-        if not num_shapes:
+        if num_shapes:
+            num_shapes = max(num_shapes, shapes.num_seen)
+        else:
             num_shapes = self._long_run.num_shapes_expected(self._micro_batches if may_train else ())
         grown_bytes = max(0.0, num_shapes - self._long_run.num_shapes_at_peak) * per_shape
         if growth.most_bytes is not None:
