@@ -137,11 +137,12 @@ class MemoryModel:
             return outside_bytes + communicators.bytes_of(space.techniques.num_communicators(config, space.world))
 
         num_shapes = [o.measurement.num_shapes_expected for _, o in probes if o.measurement is not None]
-        most_shapes = min(max(num_shapes, default=1.0) or 1.0, MOST_SHAPES)
+        most_shapes = min(max([1.0, *num_shapes]), MOST_SHAPES)
         on_processors = peaks is not None and not capabilities_of(peaks.target).own_allocator
 
         def outside_with_choices(config: Config) -> int:
-            return outside_of(config) + on_processors * space.techniques.untraced_bytes(config, most_shapes)
+            untraced_bytes = space.techniques.untraced_bytes(config, most_shapes) if on_processors else 0
+            return outside_of(config) + untraced_bytes
 
         def untraced_outside_of(config: Config) -> int:
             whole = gradients_bytes if config.accumulation_steps > 1 else 0

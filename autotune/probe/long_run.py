@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from statistics import fmean
@@ -47,7 +47,6 @@ class LongRun:
         train: takes a forward and a backward pass, and leaves no gradient.
         seed: of the small batches that are drawn.
         shapes: of the run's micro batches.
-        num_shapes_at_peak: trained by the time at which memory peaked.
     """
 
     session: Session
@@ -55,8 +54,8 @@ class LongRun:
     train: Callable[[StepBatch], None]
     seed: int
     shapes: Shapes = field(default_factory=Shapes)
-    num_shapes_at_peak: int = 0
     _peak_bytes: int = 0
+    _num_shapes_at_peak: int = 0
     _held: list[Held] = field(default_factory=list)
     _made: list[int] = field(default_factory=list)  # kernels for whole micro batches of new shapes
 
@@ -67,7 +66,7 @@ class LongRun:
         """Note how much memory is kept now, and what it was at its peak."""
         self._note_kept()
         if (peak_bytes := self.device.peak_bytes()) > self._peak_bytes:
-            self._peak_bytes, self.num_shapes_at_peak = peak_bytes, self.shapes.num_trained
+            self._peak_bytes, self._num_shapes_at_peak = peak_bytes, self.shapes.num_trained
 
     def growth(
         self, whole: Iterable[StepBatch], small_size: int | None, known: ShapeGrowth | None = None
@@ -118,12 +117,40 @@ class LongRun:
         positions = self._chance.sample(range(self.session.task.dataset_size() or 0), size)
         return StepBatch([(self.session.task.batch_of(positions), size)])
 
-    def num_shapes_expected(self, micro_batches: Iterable[tuple[Any, int]]) -> float:
-        """How many shapes training will meet in all.
+    def expect(
+        self,
+        growth: ShapeGrowth,
+        *,
+        is_known: bool,
+        num_shapes: float,
+        countable: Iterable[StepBatch],
+        micro_batches: Iterable[tuple[Any, int]],
+    ) -> tuple[ShapeGrowth, float, int]:
+        """What a whole training keeps.
 
         Args:
+            growth: what `growth` told.
+            is_known: whether earlier processes have told it; then they have told where it ends, too.
+            num_shapes: different shapes that training meets, as earlier processes told; 0 where that is not known.
+            countable: micro batches whose kernels may be counted.
             micro_batches: more of the run's; they are loaded for their shapes alone.
+
+        Returns:
+            The growth with its end, how many shapes training meets, and the bytes by which the peak grows.
         """
+        if not is_known:
+            # fewer shapes to come than were seen hardly fill a cache that is not full by now
+            are_many = (num_shapes or self.shapes.num_expected()) > 2 * self.shapes.num_seen
+            most_bytes = self._most_cached_bytes(growth.bytes_per_shape, countable if are_many else ())
+            growth = replace(growth, most_bytes=most_bytes)
+        num_shapes = max(num_shapes, self.shapes.num_seen) if num_shapes else self._num_shapes_expected(micro_batches)
+        grown_bytes = max(0.0, num_shapes - self._num_shapes_at_peak) * growth.bytes_per_shape
+        if growth.most_bytes is not None:
+            grown_bytes = min(grown_bytes, growth.most_bytes)
+        return growth, num_shapes, round(grown_bytes)
+
+    def _num_shapes_expected(self, micro_batches: Iterable[tuple[Any, int]]) -> float:
+        """How many shapes training will meet in all, by some more micro batches."""
         ends_s = time.perf_counter() + LOOK_S
         with contextlib.suppress(Exception):  # the user's dataset may end or fail
             for micro, _ in islice(micro_batches, MOST_LOOKED_AT):
@@ -132,12 +159,10 @@ class LongRun:
                     break
         return self.shapes.num_expected()
 
-    def most_cached_bytes(self, per_shape: float, whole: Iterable[StepBatch]) -> float | None:
+    def _most_cached_bytes(self, per_shape: float, whole: Iterable[StepBatch]) -> float | None:
         """What memory grows by until oneDNN's cache of kernels is full; None where that is not known, or kernels are not what grows.
 
-        Args:
-            per_shape: bytes for each new shape.
-            whole: more micro batches of the run's own size. Unless kernels were counted before, those of a new shape are trained for that.
+        Unless kernels were counted before, micro batches of a new shape are trained for that.
         """
         num_seen, ends_s = self.shapes.num_seen, time.perf_counter() + COUNT_S
         with contextlib.suppress(Exception):  # memory may run out, say

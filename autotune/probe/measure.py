@@ -151,23 +151,17 @@ class Run:
         is_leak = bool(measured.leaks) and grown_bytes <= 2 * leaked_bytes
         if is_leak or not growth or not per_shape:
             return replace(measured, shape_growth=None if is_leak else growth)
-        shapes, num_shapes = self._long_run.shapes, self.settings.num_shapes
-        if known is None:
-            # fewer shapes to come than were seen hardly fill a cache that is not full by now
-            are_many = (num_shapes or shapes.num_expected()) > 2 * shapes.num_seen
-            countable = whole if are_many and may_train and not self._has_compiled else ()
-            growth = replace(growth, most_bytes=self._long_run.most_cached_bytes(per_shape, countable))
-        if num_shapes:
-            num_shapes = max(num_shapes, shapes.num_seen)
-        else:
-            num_shapes = self._long_run.num_shapes_expected(self._micro_batches if may_train else ())
-        grown_bytes = max(0.0, num_shapes - self._long_run.num_shapes_at_peak) * per_shape
-        if growth.most_bytes is not None:
-            grown_bytes = min(grown_bytes, growth.most_bytes)
+        growth, num_shapes, long_run_growth_bytes = self._long_run.expect(
+            growth,
+            is_known=known is not None,
+            num_shapes=self.settings.num_shapes,
+            countable=whole if may_train and not self._has_compiled else (),
+            micro_batches=self._micro_batches if may_train else (),
+        )
         return replace(
             measured,
             shape_growth=growth if may_train else None,  # else few batches have told how many shapes come
-            long_run_growth_bytes=round(grown_bytes),
+            long_run_growth_bytes=long_run_growth_bytes,
             num_shapes_expected=num_shapes,
         )
 

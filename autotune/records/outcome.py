@@ -91,9 +91,8 @@ class Measurement:
     final_loss: float = 0.0
     num_shapes: int = 0  # different shapes of the micro batches; 0 where they were not seen
     shapes_recur: bool = False  # there are several, and no more than a few that come again and again
-    num_shapes_expected: float = (
-        0.0  # of a whole training, by those of the run, and of further batches where memory grows with them
-    )
+    # of a whole training: by the run's own, and where memory grows with shapes by those of further batches
+    num_shapes_expected: float = 0.0
     # when clearly above zero: a leak in the user's code, or what libraries cache for each shape
     growth_bytes_per_step: float = 0.0
     shape_growth: ShapeGrowth | None = None  # None where it was not told, or something leaks
