@@ -108,6 +108,12 @@ class MemoryEstimate:
         z = (math.log(limit_bytes) - math.log(self.peak_bytes)) / self.log_std
         return 0.5 * math.erfc(-z / math.sqrt(2))
 
+    def pooled(self, other: MemoryEstimate) -> MemoryEstimate:
+        """This one and an independent one of the same config, each weighed by its precision."""
+        weights = [1 / one.log_std**2 for one in (self, other)]
+        mean = sum(w * math.log(one.peak_bytes) for w, one in zip(weights, (self, other), strict=True)) / sum(weights)
+        return replace(self, peak_bytes=int(math.exp(mean)), log_std=sum(weights) ** -0.5)
+
 
 class MemoryModel:
     """Peak memory of any config of a space, from traces and the probes so far; what ran out of memory is evidence, too.

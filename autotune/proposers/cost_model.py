@@ -122,6 +122,16 @@ class CostModel:
         prediction = self.predict(history, config)
         return prediction is None or prediction.chance_to_fit > LIKELY
 
+    def is_likely_to_fit_as_taught(self, history: History, config: Config) -> bool:
+        """The same, where the memory that configs took in the study of `taught.first` counts, too."""
+        plain = history.baseline.measurement if history.baseline is not None else None
+        own = self._ask(history, lambda models: models.memory.estimate(config), lambda: None)
+        if plain is None or own is None:
+            return self.is_likely_to_fit(history, config)
+        told = self.taught.peak(config, history.space.baseline, plain.long_run_peak_bytes, self._outside_bytes)
+        found = own if told is None else own.pooled(told)
+        return found.chance_within(history.objective.usable_bytes) > LIKELY
+
     def fits_easily(self, history: History, config: Config) -> bool:
         """Whether a config would fit if it needed twice as much as the most that is predicted; false without a prediction."""
         prediction = self.predict(history, config)

@@ -34,9 +34,11 @@ class StartWhereOthersEnded:
         sizes = sorted(
             (int(size) for size in space.choices[BATCH_SIZE] if int(size) <= config.batch_size), reverse=True
         )
+        # a config that did not fit speaks against what its study told of memory
+        fits = self._cost_model.is_likely_to_fit if alike else self._cost_model.is_likely_to_fit_as_taught
         for size in sizes:
             smaller = space.complete({**config, BATCH_SIZE: size})
-            if admissible(smaller) and self._cost_model.is_likely_to_fit(history, smaller):
+            if admissible(smaller) and fits(history, smaller):
                 named = self._cost_model.taught.lessons[0].study.name
                 return Proposal(config=smaller, reason=f"the best of {named}, a like study")
         return None

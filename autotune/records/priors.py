@@ -73,16 +73,23 @@ class Circumstances(Record):
         Args:
             same_model: whether to take the models for alike, whatever they are.
         """
-        kinds = [one.device.partition(" ")[0].partition(":")[0] for one in (self, other)]
         hardware = [(one.device.partition(" ")[2], one.environment) for one in (self, other)]
         factors = (
-            1.0 if same_model else model_likeness(self.signature, other.signature),
-            1.0 if kinds[0] == kinds[1] else OTHER_KIND_OF_DEVICE,
+            self.likeness_in_memory(other, same_model=same_model),
             1.0 if hardware[0] == hardware[1] else OTHER_MODEL_OF_DEVICE,
             1.0 if self.num_threads == other.num_threads else OTHER_THREADS,
             1.0 if self.torch == other.torch else OTHER_TORCH,
-            1.0 if self.num_processes == other.num_processes else OTHER_WORLD,
             _nearness(self.samples_per_step, other.samples_per_step, BATCH_OCTAVES),
+        )
+        return math.prod(factors)
+
+    def likeness_in_memory(self, other: Circumstances, *, same_model: bool = False) -> float:
+        """The same of how much memory each config took: neither a faster processor nor more micro batches in a step change that."""
+        kinds = [one.device.partition(" ")[0].partition(":")[0] for one in (self, other)]
+        factors = (
+            1.0 if same_model else model_likeness(self.signature, other.signature),
+            1.0 if kinds[0] == kinds[1] else OTHER_KIND_OF_DEVICE,
+            1.0 if self.num_processes == other.num_processes else OTHER_WORLD,
         )
         return math.prod(factors)
 
@@ -133,7 +140,7 @@ class PriorTrial(Record):
     Attributes:
         speed: throughput, with the ends of its 95 % interval; 0 where it was not measured.
         speed_bound: throughput that a probe which was ended early cannot exceed; None where that is not known.
-        peak: memory; 0 where it was not measured.
+        peak: memory that a long run takes; 0 where it was not measured.
         phases: phase of an optimizer step -> its time per sample of the step, over the baseline's time per sample.
         compile_cold_s: seconds that compiling took with an empty cache.
     """
@@ -230,7 +237,7 @@ def _beside(config: dict[str, Choice], outcome: Outcome, baseline: Outcome) -> P
         speed=found.samples_per_s / plain.samples_per_s,
         speed_low=found.samples_per_s_low / plain.samples_per_s,
         speed_high=found.samples_per_s_high / plain.samples_per_s,
-        peak=found.peak_bytes / max(1, plain.peak_bytes),
+        peak=found.long_run_peak_bytes / max(1, plain.long_run_peak_bytes),
         phases={name: seconds / step_samples * plain.samples_per_s for name, seconds in found.phases_s.items()},
         compile_cold_s=found.compile_cold_s,
     )

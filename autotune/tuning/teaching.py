@@ -44,14 +44,10 @@ def recall(
     own = name_of(inspection.facts.name, known) if is_resumed else ""
     if options.like is not None:
         given = prior_of(options.like, here, own)
-        taught = Taught.by(
-            [Lesson(given, here.likeness(given.circumstances, same_model=True))], techniques, options.objective
-        )
+        taught = Taught.by([Lesson.of(given, here, same_model=True)], techniques, options.objective)
     elif store is not None and not options.no_priors and here.signature is not None:
         others = [study for study in store.studies() if study.name != own]
-        taught = Taught.by(
-            [Lesson(study, here.likeness(study.circumstances)) for study in others], techniques, options.objective
-        )
+        taught = Taught.by([Lesson.of(study, here) for study in others], techniques, options.objective)
     return with_known_setups(inspection, taught, here.device), taught
 
 
