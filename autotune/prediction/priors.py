@@ -67,10 +67,12 @@ class First:
     """The best config of a study.
 
     Attributes:
+        study: the study's name.
         choices: its techniques' choices and its micro batch.
         speed_up: what the study's probe of it told, over the study's baseline; None where it was not measured there.
     """
 
+    study: str
     choices: Mapping[str, Choice]
     speed_up: float | None
 
@@ -122,10 +124,12 @@ class Taught:
         """
         if (lesson := self._of_first) is None:
             return None
-        trials, best = lesson.study.trials, lesson.study.answer if lesson.study.objective == self.objective else {}
-        best = best or max(trials, key=lambda trial: trial.speed).config
+        study = lesson.study
+        best = study.answer if study.objective == self.objective else {}
+        best = best or max(study.trials, key=lambda trial: trial.speed).config
         choices = {n: c for n, c in best.items() if n in self.techniques or n == BATCH_SIZE}
-        return First(choices, next((one.speed for one in trials if one.config == best and one.speed), None))
+        speed_up = next((one.speed for one in study.trials if one.config == best and one.speed), None)
+        return First(study.name, choices, speed_up)
 
     @cached_property
     def _of_first(self) -> Lesson | None:

@@ -12,7 +12,7 @@ from autotune.study.history import History
 
 
 class StartWhereOthersEnded:
-    """The most alike study's answer: at its micro batch, or at the nearest below that fits.
+    """The most alike study's answer: at its micro batch, or at the nearest below that fits by what is known here and by what it took there.
 
     Where it was as fast as it was there and needed more memory than it may, it is tried once more at a smaller one.
     """
@@ -39,8 +39,7 @@ class StartWhereOthersEnded:
         for size in sizes:
             smaller = space.complete({**config, BATCH_SIZE: size})
             if admissible(smaller) and fits(history, smaller):
-                named = self._cost_model.taught.lessons[0].study.name
-                return Proposal(config=smaller, reason=f"the best of {named}, a like study")
+                return Proposal(config=smaller, reason=f"the best of {first.study}, a like study")
         return None
 
     def _just_misses_the_limit(self, history: History, alike: list[Config]) -> bool:

@@ -263,6 +263,13 @@ def test_bounds_and_chances_are_finite_whatever_the_deviation(peak_bytes: int, l
     assert all(0 <= estimate.chance_within(limit) <= 1 for limit in (-1, 0, 2**30))
 
 
+def test_two_estimates_of_a_config_are_weighed_by_their_precision() -> None:
+    sure, unsure = MemoryEstimate(peak_bytes=2**30, log_std=0.03), MemoryEstimate(peak_bytes=2**31, log_std=0.3)
+    both = sure.pooled(unsure)
+    assert both.peak_bytes == pytest.approx(2**30 * 2 ** (1 / 101), rel=1e-6) == unsure.pooled(sure).peak_bytes
+    assert both.log_std < sure.log_std
+
+
 def test_a_bound_far_beyond_what_was_expected_is_an_observation_near_it() -> None:
     for far in (1e2, 1e3, 1e9, 1e15):
         value, noise = beyond(0.0, 1.0, far)

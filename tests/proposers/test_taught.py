@@ -87,11 +87,8 @@ def test_what_another_search_of_the_study_runs_is_not_tried_at_a_smaller_batch(t
     measure_baseline(search)
     lent = search.history.space.complete({"amp": "bf16", "batch_size": 8})
     cost_model: Any = SimpleNamespace(
-        taught=SimpleNamespace(
-            first=SimpleNamespace(choices={"amp": "bf16", "batch_size": 8}),
-            lessons=[SimpleNamespace(study=SimpleNamespace(name="some"))],
-        ),
-        is_likely_to_fit=lambda history, config: True,
+        taught=SimpleNamespace(first=SimpleNamespace(study="some", choices={"amp": "bf16", "batch_size": 8})),
+        is_likely_to_fit_as_taught=lambda history, config: True,
     )
     proposal = StartWhereOthersEnded(cost_model).propose(search.history)
     assert proposal is not None and proposal.config == lent
@@ -113,9 +110,7 @@ def test_what_ran_as_told_and_just_misses_the_limit_is_tried_once_at_a_smaller_b
         return config.batch_size < 24
 
     cost_model: Any = SimpleNamespace(
-        taught=SimpleNamespace(
-            first=SimpleNamespace(choices=told), lessons=[SimpleNamespace(study=SimpleNamespace(name="some"))]
-        ),
+        taught=SimpleNamespace(first=SimpleNamespace(study="some", choices=told)),
         is_likely_to_fit=smaller_than_told,
         is_borne_out=lambda history: True,
     )

@@ -55,6 +55,14 @@ def test_another_kind_of_model_or_of_device_leaves_next_to_none() -> None:
     assert here().likeness(here(signature=None)) == 0.0
 
 
+def test_memory_is_as_alike_whatever_the_processor_and_however_many_micro_batches_a_step_has() -> None:
+    for changed in ({"samples_per_step": 512}, {"torch": "2.14.0"}, {"device": "cpu Another"}, {"num_threads": 8}):
+        assert here().likeness_in_memory(here(**changed)) == 1.0
+    for changed in ({"signature": transformer(blocks=5)}, {"device": "cuda:0 Some Card"}, {"num_processes": 2}):
+        assert here().likeness_in_memory(here(**changed)) < 1.0
+    assert here().likeness_in_memory(here(signature=None)) == 0.0
+
+
 def test_the_user_may_say_that_models_are_alike() -> None:
     assert here().likeness(here(signature=CONVOLUTIONAL), same_model=True) == 1.0
 

@@ -10,8 +10,10 @@ import optuna
 import pytest
 
 from autotune.errors import ConfigError, StudyError
-from autotune.prediction.priors import Lesson, Taught
+from autotune.prediction.memory import MemoryEstimate
+from autotune.prediction.priors import PEAK, Lesson, Taught
 from autotune.proposers.cost_model import CostModel
+from autotune.proposers.taught import StartWhereOthersEnded
 from autotune.records.config import Config
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.options import SearchOptions
@@ -112,8 +114,7 @@ def test_another_study_of_the_same_task_begins_where_the_first_ended(taught: Pri
     again = Seen()
     notes = run(again, study="again")
     assert any(f"{taught.name} (100% alike)" in text for text in notes.texts)
-    best = {name: choice for name, choice in taught.answer.items() if name not in ("batch_size", "accumulation_steps")}
-    assert best.items() <= again.configs[1].items()
+    assert again.configs[1].as_dict() == taught.answer
 
 
 def test_like_names_the_only_teacher(taught: PriorStudy, short_play_off: None) -> None:
@@ -199,7 +200,9 @@ def test_a_store_that_is_broken_is_told_and_the_search_goes_on(taught: PriorStud
     assert [study.name.split()[0] for study in store().studies()] == ["changed"]
 
 
-def lesson(*trials: PriorTrial, likeness: float = 1.0, device: str = "cpu Some Processor") -> Taught:
+def lesson(
+    *trials: PriorTrial, likeness: float = 1.0, in_memory: float = 1.0, device: str = "cpu Some Processor"
+) -> Taught:
     baseline = find_techniques().complete({"batch_size": 4, "accumulation_steps": 1}).as_dict()
     whole = [replace(trial, config={**baseline, **trial.config}) for trial in trials]
     study = PriorStudy(
@@ -209,9 +212,12 @@ def lesson(*trials: PriorTrial, likeness: float = 1.0, device: str = "cpu Some P
         space={"amp": ("off", "bf16", "fp16")},
         answer={},
         searched_at="",
-        trials=(PriorTrial(config=baseline, kind=Kind.OK, speed=1.0, speed_low=0.99, speed_high=1.01), *whole),
+        trials=(
+            PriorTrial(config=baseline, kind=Kind.OK, speed=1.0, speed_low=0.99, speed_high=1.01, peak=1.0),
+            *whole,
+        ),
     )
-    return Taught.by([Lesson(study, likeness)], find_techniques())
+    return Taught.by([Lesson(study, likeness, in_memory)], find_techniques())
 
 
 @pytest.mark.parametrize(
@@ -229,7 +235,7 @@ def test_the_answer_of_a_study_with_another_objective_is_not_what_a_search_start
     fast = PriorTrial(config={"amp": "fp16"}, kind=Kind.OK, speed=1.5)
     taught = lesson(fast)
     study = replace(taught.lessons[0].study, answer={**fast.config, "amp": "bf16"}, objective=of_study)
-    first = Taught.by([Lesson(study, 1.0)], find_techniques(), of_search).first
+    first = Taught.by([Lesson(study, 1.0, 1.0)], find_techniques(), of_search).first
     assert (first.choices["amp"] if first else None) == amp
 
 
@@ -252,6 +258,49 @@ def test_compiling_is_expected_to_take_as_long_as_on_this_device_and_no_other() 
     known = with_known_setups(found, taught, "cpu Some Processor")
     assert known.support["compile"].setup_s == (("default", 40.0),)
     assert with_known_setups(found, taught, "cpu Another") == found
+
+
+def fast(peak: float, **choices: Any) -> PriorTrial:
+    """A config that was the fastest of its study, with its peak over that of the baseline."""
+    return PriorTrial(config=choices, kind=Kind.OK, speed=1.5, speed_low=1.49, speed_high=1.51, peak=peak)
+
+
+def test_a_config_is_expected_to_take_as_much_beside_the_baseline_as_it_took_in_a_like_study() -> None:
+    baseline = find_techniques().complete({"batch_size": 4, "accumulation_steps": 1})
+    faster = find_techniques().complete({**baseline, "amp": "bf16"})
+
+    def told(peak: float, in_memory: float) -> MemoryEstimate | None:
+        return lesson(fast(peak, amp="bf16"), in_memory=in_memory).peak(faster, baseline, 1000 * MIB, 200 * MIB)
+
+    leaner, larger, less_alike = told(0.8, 1.0), told(1.3, 1.0), told(0.8, 0.5)
+    assert leaner is not None and larger is not None and less_alike is not None
+    assert leaner.peak_bytes == pytest.approx(800 * MIB, rel=0.01)
+    assert larger.peak_bytes == pytest.approx(1300 * MIB, rel=0.01)
+    assert PEAK.alike < leaner.log_std < less_alike.log_std
+    assert told(0.8, 0.0) is None
+    assert Taught.by([], find_techniques()).peak(faster, baseline, 1000 * MIB, 200 * MIB) is None
+
+
+def test_nothing_is_told_of_memory_by_a_study_of_a_technique_that_is_gone() -> None:
+    baseline = find_techniques().complete({"batch_size": 4, "accumulation_steps": 1})
+    taught = lesson(fast(0.8, amp="a type of long ago"))
+    assert taught.peak(baseline, baseline, 1000 * MIB, 200 * MIB) is None
+
+
+@pytest.mark.parametrize(("peak", "batch_sizes"), [(1.5, [48]), (3.0, [24]), (6.0, [16])])
+def test_the_first_config_has_the_micro_batch_that_fits_by_what_it_took_there(
+    peak: float, batch_sizes: list[int], tmp_path: Path
+) -> None:
+    """By the baseline alone, 24 samples of bf16 are the most that are likely to fit."""
+    found = make_search(tmp_path, ClosedFormRunner())
+    measure_baseline(found)
+    taught = lesson(fast(peak, amp="bf16", batch_size=48))
+    proposer = StartWhereOthersEnded(CostModel(lambda: None, 200 * MIB, taught=taught))
+    proposed = []
+    while (proposal := proposer.propose(found.history)) is not None:
+        proposed.append(proposal.config.batch_size)
+        found.probe(proposal)
+    assert proposed == batch_sizes
 
 
 class Little(ClosedFormRunner):
