@@ -53,7 +53,7 @@ class OnOwnJudgement:
     """Another proposer's proposals, which what like studies ended with does not change.
 
     It tells the models something, too, but a search that it sends another way may take many more probes. It counts from where the
-    proposer would have it probed, and where it shows that a proposal does not fit.
+    proposer would have it probed, and where it shows that a proposal does not fit which would have been likely to.
     """
 
     def __init__(self, proposer: Proposer, cost_model: CostModel) -> None:
@@ -65,11 +65,17 @@ class OnOwnJudgement:
         lent = self._cost_model.lent(history)
         if lent is None or lent[0] in self._counted:
             return self._proposer.propose(history)
-        proposal = self._proposer.propose(history.without(lent[0]))
+        without = history.without(lent[0])
+        proposal = self._proposer.propose(without)
         if proposal is None:
             return None
         if proposal.config == lent[0]:
             self._counted.add(lent[0])
-        elif self._cost_model.is_likely_to_fit(history, proposal.config):
+        elif not self._shows_not_to_fit(history, without, proposal.config):
             return proposal
         return self._proposer.propose(history)
+
+    def _shows_not_to_fit(self, history: History, without: History, config: Config) -> bool:
+        """Whether a config was likely to fit until that was known."""
+        fits = self._cost_model.is_likely_to_fit
+        return not fits(history, config) and fits(without, config)

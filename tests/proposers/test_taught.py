@@ -32,17 +32,16 @@ class Seen:
 
 
 class Model:
-    """A cost model that has seen how much memory takes what was lent."""
+    """A cost model to which what was lent shows that configs do not fit; of some it knew that before."""
 
-    def __init__(self, *too_large: Config) -> None:
-        self.too_large = too_large
+    def __init__(self, *too_large: Config, foreseen: bool = False) -> None:
+        self.too_large, self.foreseen = too_large, foreseen
 
     def lent(self, history: Seen) -> tuple[Config, None]:
         return LENT, None
 
     def is_likely_to_fit(self, history: Seen, config: Config) -> bool:
-        assert history.with_lent
-        return config not in self.too_large
+        return config not in self.too_large or not (history.with_lent or self.foreseen)
 
 
 class Inner:
@@ -56,12 +55,12 @@ class Inner:
         return None if chosen is None else Proposal(config=chosen)
 
 
-def judging(inner: Inner, *too_large: Config) -> Any:
-    return OnOwnJudgement(inner, Model(*too_large))  # type: ignore[arg-type]
+def judging(inner: Inner, *too_large: Config, foreseen: bool = False) -> Any:
+    return OnOwnJudgement(inner, Model(*too_large, foreseen=foreseen))  # type: ignore[arg-type]
 
 
-def proposed(untaught: Config | None, *too_large: Config) -> Config | None:
-    found = judging(Inner(untaught), *too_large).propose(Seen())
+def proposed(untaught: Config | None, *too_large: Config, foreseen: bool = False) -> Config | None:
+    found = judging(Inner(untaught), *too_large, foreseen=foreseen).propose(Seen())
     return None if found is None else found.config
 
 
@@ -80,6 +79,10 @@ def test_what_was_lent_counts_from_where_it_would_have_been_probed() -> None:
 
 def test_what_it_shows_not_to_fit_is_not_probed() -> None:
     assert proposed(OWN, OWN) == LEANER
+
+
+def test_what_would_have_been_probed_although_it_hardly_fits_is_probed() -> None:
+    assert proposed(OWN, OWN, foreseen=True) == OWN
 
 
 def test_what_another_search_of_the_study_runs_is_not_tried_at_a_smaller_batch(tmp_path: Path) -> None:
