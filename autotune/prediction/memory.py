@@ -108,8 +108,13 @@ class MemoryEstimate:
         z = (math.log(limit_bytes) - math.log(self.peak_bytes)) / self.log_std
         return 0.5 * math.erfc(-z / math.sqrt(2))
 
+    def agrees_with(self, other: MemoryEstimate) -> bool:
+        """Whether another estimate of the same config lies within the 95 % interval of their difference."""
+        apart = math.log(self.peak_bytes) - math.log(other.peak_bytes)
+        return abs(apart) <= NORMAL_95 * math.hypot(self.log_std, other.log_std)
+
     def pooled(self, other: MemoryEstimate) -> MemoryEstimate:
-        """This one and an independent one of the same config, each weighed by its precision."""
+        """Pool this estimate with another one of the same config; each is weighed by its precision."""
         weights = [1 / one.log_std**2 for one in (self, other)]
         mean = sum(w * math.log(one.peak_bytes) for w, one in zip(weights, (self, other), strict=True)) / sum(weights)
         return replace(self, peak_bytes=int(math.exp(mean)), log_std=sum(weights) ** -0.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -35,7 +35,8 @@ FIRST_LEAST = (
 FORGOTTEN = (ConfigError, ArithmeticError, ValueError)
 HELD = 0.45  # chance that what a study of the same model taught holds here: less than one half, so that a probe has to speak for it
 
-# How far a config's peak over the baseline's lies apart in two studies: 5 % for six models with 4 to 16 times the samples in a step
+# How far a config's peak over the baseline's lies apart in two studies: 5 % for six models with 4 to 16 times the samples in a step.
+# How much more it is for unlike models is assumed.
 PEAK = Spread(alike=0.05, unlike=0.3)
 
 
@@ -49,7 +50,7 @@ class Lesson:
 
     @staticmethod
     def of(study: PriorStudy, here: Circumstances, *, same_model: bool = False) -> Lesson:
-        """That of a study to a search in these circumstances.
+        """Make the lesson that a study holds for a search in these circumstances.
 
         Args:
             same_model: whether to take the models for alike, whatever they are.
@@ -140,26 +141,46 @@ class Taught:
                 return lesson
         return None
 
-    def peak(self, config: Config, baseline: Config, baseline_bytes: int, outside_bytes: int) -> MemoryEstimate | None:
-        """A config's peak by what that study's probes took beside its baseline; None where they tell nothing of it.
+    def peaks(
+        self, configs: Sequence[Config], baseline: Config, baseline_bytes: int, outside_bytes: int
+    ) -> list[MemoryEstimate | None]:
+        """Estimate the peak of each config from the study that `first` is from: what it took beside that study's baseline.
 
         Args:
-            baseline: of this search, with the bytes that it took.
+            baseline: of this search.
+            baseline_bytes: that its baseline took.
             outside_bytes: memory of a probe's process before it builds the model.
+
+        Returns:
+            None for a config with a choice that was not measured there, and for all where that is so of the baseline.
         """
-        if (lesson := self._of_first) is None or not lesson.in_memory:
-            return None
+        nothing: list[MemoryEstimate | None] = [None] * len(configs)
+        if (lesson := self._of_first) is None:
+            return nothing
         try:
-            space = _space_of(lesson.study, self.techniques)
             probes = _probes_of(lesson.study, self.techniques, baseline_bytes)
-            found, plain = MemoryModel(None, outside_bytes, space, probes).estimates([config, baseline])
+            measured = [(config, o) for config, o in probes if o.measurement is not None and o.measurement.peak_bytes]
+            tried = {(name, config[name]) for config, _ in measured for name in self.techniques}
+            model = MemoryModel(None, outside_bytes, _space_of(lesson.study, self.techniques), measured)
+            *found, plain = model.estimates([*configs, baseline])
+            if plain is None or not self._is_among(tried, baseline):
+                return nothing
+            between = PEAK.alike**2 - PEAK.unlike**2 * math.log(lesson.in_memory)
+            return [
+                MemoryEstimate(
+                    peak_bytes=int(one.peak_bytes / plain.peak_bytes * baseline_bytes),
+                    log_std=math.sqrt(one.log_std**2 + plain.log_std**2 + between),
+                )
+                if one is not None and self._is_among(tried, config)
+                else None
+                for config, one in zip(configs, found, strict=True)
+            ]
         except FORGOTTEN:
-            return None
-        if found is None or plain is None:
-            return None
-        variance = found.log_std**2 + PEAK.alike**2 - PEAK.unlike**2 * math.log(lesson.in_memory)
-        peak_bytes = int(found.peak_bytes / plain.peak_bytes * baseline_bytes)
-        return MemoryEstimate(peak_bytes=peak_bytes, log_std=math.sqrt(variance))
+            return nothing
+
+    def _is_among(self, tried: Set[tuple[str, Choice]], config: Config) -> bool:
+        """Whether all choices of a config's techniques are among those that were tried."""
+        return all((name, config[name]) in tried for name in self.techniques)
 
     @cached_property
     def blame(self) -> Mapping[tuple[str, Choice], float]:
@@ -236,7 +257,7 @@ def _outcome_of(trial: PriorTrial, baseline_bytes: int) -> Outcome:
     """A trial as the outcome of a probe, in units in which the baseline trains one sample a second.
 
     Args:
-        baseline_bytes: that the baseline takes; 0 where memory is not asked for.
+        baseline_bytes: bytes that the baseline takes; 0 where memory is not asked for.
     """
     if not trial.speed:
         bound = Bound(samples_per_s_high=trial.speed_bound, peak_bytes_low=1) if trial.speed_bound else None

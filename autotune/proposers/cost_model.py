@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -122,15 +122,23 @@ class CostModel:
         prediction = self.predict(history, config)
         return prediction is None or prediction.chance_to_fit > LIKELY
 
-    def is_likely_to_fit_as_taught(self, history: History, config: Config) -> bool:
-        """The same, where the memory that configs took in the study of `taught.first` counts, too."""
+    def likely_to_fit_as_taught(self, history: History, configs: Sequence[Config]) -> list[Config]:
+        """Those that are likely to fit, also by the memory that configs took in the study of `taught.first`.
+
+        Where that contradicts what is known here, it does not count: that study may have trained on longer samples, say.
+        """
+        own = self._ask(history, lambda models: models.memory.estimates(configs), lambda: None)
         plain = history.baseline.measurement if history.baseline is not None else None
-        own = self._ask(history, lambda models: models.memory.estimate(config), lambda: None)
-        if plain is None or own is None:
-            return self.is_likely_to_fit(history, config)
-        told = self.taught.peak(config, history.space.baseline, plain.long_run_peak_bytes, self._outside_bytes)
-        found = own if told is None else own.pooled(told)
-        return found.chance_within(history.objective.usable_bytes) > LIKELY
+        if own is None or plain is None:
+            return [config for config in configs if self.is_likely_to_fit(history, config)]
+        told = self.taught.peaks(configs, history.space.baseline, plain.long_run_peak_bytes, self._outside_bytes)
+        usable = history.objective.usable_bytes
+        found = []
+        for config, here, there in zip(configs, own, told, strict=True):
+            both = here.pooled(there) if here is not None and there is not None and here.agrees_with(there) else here
+            if both is None or both.chance_within(usable) > LIKELY:
+                found.append(config)
+        return found
 
     def fits_easily(self, history: History, config: Config) -> bool:
         """Whether a config would fit if it needed twice as much as the most that is predicted; false without a prediction."""

@@ -12,7 +12,7 @@ from autotune.study.history import History
 
 
 class StartWhereOthersEnded:
-    """The most alike study's answer: at its micro batch, or at the nearest below that fits by what is known here and by what it took there.
+    """The most alike study's answer: at its micro batch, or at the nearest below that is likely to fit, also by what configs took there.
 
     Where it was as fast as it was there and needed more memory than it may, it is tried once more at a smaller one.
     """
@@ -34,12 +34,13 @@ class StartWhereOthersEnded:
         sizes = sorted(
             (int(size) for size in space.choices[BATCH_SIZE] if int(size) <= config.batch_size), reverse=True
         )
-        # a config that did not fit speaks against what its study told of memory
-        fits = self._cost_model.is_likely_to_fit if alike else self._cost_model.is_likely_to_fit_as_taught
-        for size in sizes:
-            smaller = space.complete({**config, BATCH_SIZE: size})
-            if admissible(smaller) and fits(history, smaller):
-                return Proposal(config=smaller, reason=f"the best of {first.study}, a like study")
+        smaller = [one for size in sizes if admissible(one := space.complete({**config, BATCH_SIZE: size}))]
+        if alike:  # what did not fit speaks against what its study told of memory
+            fitting = [one for one in smaller if self._cost_model.is_likely_to_fit(history, one)]
+        else:
+            fitting = self._cost_model.likely_to_fit_as_taught(history, smaller)
+        if fitting:
+            return Proposal(config=fitting[0], reason=f"the best of {first.study}, a like study")
         return None
 
     def _just_misses_the_limit(self, history: History, alike: list[Config]) -> bool:
@@ -53,7 +54,7 @@ class OnOwnJudgement:
     """Another proposer's proposals, which what like studies ended with does not change.
 
     It tells the models something, too, but a search that it sends another way may take many more probes. It counts from where the
-    proposer would have it probed, and where it shows that a proposal does not fit which would have been likely to.
+    proposer would have it probed, and where it shows that a proposal does not fit that was likely to.
     """
 
     def __init__(self, proposer: Proposer, cost_model: CostModel) -> None:
@@ -71,11 +72,11 @@ class OnOwnJudgement:
             return None
         if proposal.config == lent[0]:
             self._counted.add(lent[0])
-        elif not self._shows_not_to_fit(history, without, proposal.config):
+        elif not self._is_ruled_out(history, without, proposal.config):
             return proposal
         return self._proposer.propose(history)
 
-    def _shows_not_to_fit(self, history: History, without: History, config: Config) -> bool:
-        """Whether a config was likely to fit until that was known."""
+    def _is_ruled_out(self, history: History, without: History, config: Config) -> bool:
+        """Whether a config may be probed and is likely to fit without the lent probe, and not with it."""
         fits = self._cost_model.is_likely_to_fit
-        return not fits(history, config) and fits(without, config)
+        return not history.admissible()(config) or (fits(without, config) and not fits(history, config))

@@ -84,7 +84,10 @@ class Circumstances(Record):
         return math.prod(factors)
 
     def likeness_in_memory(self, other: Circumstances, *, same_model: bool = False) -> float:
-        """The same of how much memory each config took: neither a faster processor nor more micro batches in a step change that."""
+        """The same of how much memory each config took.
+
+        That hardly depends on the processor, its threads, torch's version, or how many micro batches a step has.
+        """
         kinds = [one.device.partition(" ")[0].partition(":")[0] for one in (self, other)]
         factors = (
             1.0 if same_model else model_likeness(self.signature, other.signature),

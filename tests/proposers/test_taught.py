@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ def config(batch_size: int) -> Config:
     return Config((("batch_size", batch_size),))
 
 
-LENT, OWN, LEANER = config(64), config(32), config(8)
+LENT, OWN, INADMISSIBLE, LEANER = config(64), config(32), config(24), config(8)
 
 
 class Seen:
@@ -25,6 +26,9 @@ class Seen:
 
     def __init__(self, *, with_lent: bool = True) -> None:
         self.with_lent = with_lent
+
+    def admissible(self) -> Callable[[Config], bool]:
+        return lambda config: config != INADMISSIBLE
 
     def without(self, lent: Config) -> Seen:
         assert lent == LENT
@@ -81,6 +85,10 @@ def test_what_it_shows_not_to_fit_is_not_probed() -> None:
     assert proposed(OWN, OWN) == LEANER
 
 
+def test_what_it_shows_to_be_larger_than_what_does_not_fit_is_not_probed() -> None:
+    assert proposed(INADMISSIBLE) == LEANER
+
+
 def test_what_would_have_been_probed_although_it_hardly_fits_is_probed() -> None:
     assert proposed(OWN, OWN, foreseen=True) == OWN
 
@@ -91,7 +99,7 @@ def test_what_another_search_of_the_study_runs_is_not_tried_at_a_smaller_batch(t
     lent = search.history.space.complete({"amp": "bf16", "batch_size": 8})
     cost_model: Any = SimpleNamespace(
         taught=SimpleNamespace(first=SimpleNamespace(study="some", choices={"amp": "bf16", "batch_size": 8})),
-        is_likely_to_fit_as_taught=lambda history, config: True,
+        likely_to_fit_as_taught=lambda history, configs: configs,
     )
     proposal = StartWhereOthersEnded(cost_model).propose(search.history)
     assert proposal is not None and proposal.config == lent

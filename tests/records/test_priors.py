@@ -97,7 +97,10 @@ def facts_of(baseline: Trial) -> SearchFacts:
 
 
 def test_what_is_kept_is_over_the_studys_own_baseline_and_names_no_path() -> None:
-    baseline, faster = ran(0, 100.0, 1000), ran(1, 150.0, 800, amp="bf16")
+    baseline, faster = ran(0, 100.0, 1000), ran(1, 150.0, 600, amp="bf16")
+    assert faster.outcome.measurement is not None
+    grown = replace(faster.outcome.measurement, long_run_growth_bytes=200)
+    faster = replace(faster, outcome=replace(faster.outcome, measurement=grown))
     late = trial(2, Outcome(kind=Kind.TIMEOUT, bound=Bound(samples_per_s_high=40.0, peak_bytes_low=1)), amp="fp16")
     crashed = trial(
         3, Outcome(kind=Kind.CRASHED, cause="SIGSEGV", log="/home/me/studies/some.logs/3.log"), batch_size=8

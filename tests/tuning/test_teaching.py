@@ -265,36 +265,60 @@ def fast(peak: float, **choices: Any) -> PriorTrial:
     return PriorTrial(config=choices, kind=Kind.OK, speed=1.5, speed_low=1.49, speed_high=1.51, peak=peak)
 
 
+def config_of(**choices: Any) -> Config:
+    return find_techniques().complete({"batch_size": 4, "accumulation_steps": 1, **choices})
+
+
+def told_peak(taught: Taught, config: Config, baseline: Config | None = None) -> MemoryEstimate | None:
+    """Of a search whose baseline takes 1000 MiB."""
+    (found,) = taught.peaks([config], baseline or config_of(), 1000 * MIB, 200 * MIB)
+    return found
+
+
 def test_a_config_is_expected_to_take_as_much_beside_the_baseline_as_it_took_in_a_like_study() -> None:
-    baseline = find_techniques().complete({"batch_size": 4, "accumulation_steps": 1})
-    faster = find_techniques().complete({**baseline, "amp": "bf16"})
-
-    def told(peak: float, in_memory: float) -> MemoryEstimate | None:
-        return lesson(fast(peak, amp="bf16"), in_memory=in_memory).peak(faster, baseline, 1000 * MIB, 200 * MIB)
-
-    leaner, larger, less_alike = told(0.8, 1.0), told(1.3, 1.0), told(0.8, 0.5)
-    assert leaner is not None and larger is not None and less_alike is not None
+    leaner, larger, unlike = (
+        told_peak(lesson(fast(peak, amp="bf16"), in_memory=in_memory), config_of(amp="bf16"))
+        for peak, in_memory in ((0.8, 1.0), (1.3, 1.0), (0.8, 0.5))
+    )
+    assert leaner is not None and larger is not None and unlike is not None
     assert leaner.peak_bytes == pytest.approx(800 * MIB, rel=0.01)
     assert larger.peak_bytes == pytest.approx(1300 * MIB, rel=0.01)
-    assert PEAK.alike < leaner.log_std < less_alike.log_std
-    assert told(0.8, 0.0) is None
-    assert Taught.by([], find_techniques()).peak(faster, baseline, 1000 * MIB, 200 * MIB) is None
+    assert PEAK.alike < leaner.log_std < unlike.log_std
+    assert told_peak(Taught.by([], find_techniques()), config_of()) is None
 
 
-def test_nothing_is_told_of_memory_by_a_study_of_a_technique_that_is_gone() -> None:
-    baseline = find_techniques().complete({"batch_size": 4, "accumulation_steps": 1})
-    taught = lesson(fast(0.8, amp="a type of long ago"))
-    assert taught.peak(baseline, baseline, 1000 * MIB, 200 * MIB) is None
+def test_the_baselines_may_differ_in_their_micro_batch() -> None:
+    """Sixteen samples take twice as much as four, so this search's baseline of sixteen takes as much as they do, and four half of it."""
+    taught = lesson(fast(2.0, batch_size=16), fast(2.0, amp="bf16", batch_size=16))
+    for config, expected in ((config_of(amp="bf16", batch_size=16), 1000), (config_of(), 500)):
+        found = told_peak(taught, config, config_of(batch_size=16))
+        assert found is not None and found.peak_bytes == pytest.approx(expected * MIB, rel=0.05)
 
 
-@pytest.mark.parametrize(("peak", "batch_sizes"), [(1.5, [48]), (3.0, [24]), (6.0, [16])])
+def test_nothing_is_told_of_what_was_not_measured_there() -> None:
+    taught = lesson(fast(0.8, amp="bf16"), PriorTrial(config={"amp": "fp16"}, kind=Kind.OOM))
+    assert told_peak(taught, config_of(amp="fp16")) is None
+    assert told_peak(taught, config_of(amp="bf16"), config_of(optimizer_impl="fused")) is None
+    assert told_peak(lesson(fast(0.0, amp="bf16")), config_of(amp="bf16")) is None
+    assert told_peak(lesson(fast(0.8, amp="a type of long ago")), config_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("peak", "batch_sizes"),
+    [
+        (None, [24]),  # of the last study nothing is known
+        (1.5, [48]),
+        (2.6, [32]),
+        (6.0, [16]),
+        (30.0, [24]),  # this contradicts what the baseline says
+    ],
+)
 def test_the_first_config_has_the_micro_batch_that_fits_by_what_it_took_there(
-    peak: float, batch_sizes: list[int], tmp_path: Path
+    peak: float | None, batch_sizes: list[int], tmp_path: Path
 ) -> None:
-    """By the baseline alone, 24 samples of bf16 are the most that are likely to fit."""
     found = make_search(tmp_path, ClosedFormRunner())
     measure_baseline(found)
-    taught = lesson(fast(peak, amp="bf16", batch_size=48))
+    taught = lesson(fast(peak or 0.0, amp="bf16", batch_size=48))
     proposer = StartWhereOthersEnded(CostModel(lambda: None, 200 * MIB, taught=taught))
     proposed = []
     while (proposal := proposer.propose(found.history)) is not None:
