@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -93,9 +92,23 @@ def _student_95(freedom: int) -> float:
     return quantile + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
 
 
+@dataclass(frozen=True)
+class _Block:
+    """One block.
+
+    Attributes:
+        num_starts: passes over the training set that started in it.
+        has_new_shapes: whether a micro batch in it had a shape that none had before.
+    """
+
+    samples_per_s: float
+    num_starts: int = 0
+    has_new_shapes: bool = False
+
+
 @dataclass
 class Blocks:
-    """The throughputs of the blocks timed so far, and whether these are enough by the settings' `interval` and times.
+    """The blocks timed so far, and whether these are enough by the settings' `interval` and times.
 
     Attributes:
         unequal: whether samples differ in their work, as a dataset's do; otherwise blocks differ by noise alone.
@@ -106,13 +119,16 @@ class Blocks:
     settings: ProbeSettings
     unequal: bool = False
     is_first_warm: bool = True
-    samples_per_s: list[float] = field(default_factory=list)
     timed_s: float = 0.0
     num_samples: int = 0
-    _starts: list[int] = field(default_factory=list)
-    _with_new_shapes: list[bool] = field(default_factory=list)
+    _blocks: list[_Block] = field(default_factory=list)
     _narrowest: float = math.inf
     _narrowest_at: int = 0
+
+    @property
+    def samples_per_s(self) -> list[float]:
+        """The throughput of each."""
+        return [block.samples_per_s for block in self._blocks]
 
     def add(
         self,
@@ -128,22 +144,20 @@ class Blocks:
         Args:
             has_new_shapes: whether a micro batch in it had a shape that none had before.
         """
-        self.samples_per_s.append(samples_per_s)
-        self._starts.append(starts)
-        self._with_new_shapes.append(has_new_shapes)
+        self._blocks.append(_Block(samples_per_s, starts, has_new_shapes))
         self.timed_s += block_s
         self.num_samples += num_samples
-        if not self.is_first_warm and len(self.samples_per_s) > FEWEST_BLOCKS:
+        if not self.is_first_warm and len(self._blocks) > FEWEST_BLOCKS:
             self._judge_the_first()
         width = self.half_width
-        if len(self.samples_per_s) >= MIN_BLOCKS and width < 0.95 * self._narrowest:
-            self._narrowest, self._narrowest_at = width, len(self.samples_per_s)
+        if len(self._blocks) >= MIN_BLOCKS and width < 0.95 * self._narrowest:
+            self._narrowest, self._narrowest_at = width, len(self._blocks)
 
     def _judge_the_first(self) -> None:
         """Leave out the first block where it differs from those after it as a run's steps do that has not settled."""
         first, *later = self.samples_per_s
         if abs(first - median(later)) > WARM_DIFFERENCE * median(later):
-            self._keep([False] + [True] * len(later))
+            del self._blocks[0]
         self.is_first_warm = True
 
     def leave_out_starts(self) -> bool:
@@ -151,10 +165,11 @@ class Blocks:
 
         Returns whether no start is in the blocks now.
         """
-        within = [not starts for starts in self._starts]
-        if sum(within) < (1 if self.is_first_warm else FEWEST_BLOCKS) or sum(self._starts) >= MANY_STARTS:
+        within = [block for block in self._blocks if not block.num_starts]
+        num_starts = sum(block.num_starts for block in self._blocks)
+        if len(within) < (1 if self.is_first_warm else FEWEST_BLOCKS) or num_starts >= MANY_STARTS:
             return False
-        self._keep(within)
+        self._blocks = within
         return True
 
     def leave_out_new_shapes(self) -> None:
@@ -162,15 +177,9 @@ class Blocks:
 
         Later blocks with a rare shape count. They are more work than others, or less.
         """
-        first_half = self._with_new_shapes[: len(self._with_new_shapes) // 2]
-        num_first = max((number for number, has_new in enumerate(first_half, start=1) if has_new), default=0)
-        self._keep([number >= num_first for number in range(len(self.samples_per_s))])
-
-    def _keep(self, which: Sequence[bool]) -> None:
-        """Keep some of the blocks alone."""
-        self.samples_per_s = [*compress(self.samples_per_s, which)]
-        self._starts = [*compress(self._starts, which)]
-        self._with_new_shapes = [*compress(self._with_new_shapes, which)]
+        first_half = self._blocks[: len(self._blocks) // 2]
+        num_first = max((number for number, block in enumerate(first_half, start=1) if block.has_new_shapes), default=0)
+        del self._blocks[:num_first]
 
     @property
     def throughput(self) -> tuple[float, float, float]:
@@ -196,11 +205,12 @@ class Blocks:
     @property
     def enough(self) -> bool:
         """Whether the interval is narrow enough, the noise no longer shrinks, the samples were taken, or the time is up."""
-        count = len(self.samples_per_s)
+        count = len(self._blocks)
         if self.timed_s < self.settings.min_timed_s:
             return False
         # the same samples in each process of a round; blocks in which a pass started may be left out later
-        if self.settings.num_samples and count - sum(map(bool, self._starts)) >= FEWEST_BLOCKS:
+        num_with_starts = sum(block.num_starts > 0 for block in self._blocks)
+        if self.settings.num_samples and count - num_with_starts >= FEWEST_BLOCKS:
             is_late = self.timed_s >= OVERTIME * self.settings.max_timed_s
             return self.num_samples >= self.settings.num_samples or is_late
         if count < MIN_BLOCKS:
