@@ -27,6 +27,7 @@ from autotune.prediction.cost import (
     beyond,
     likely_scales,
 )
+from autotune.prediction.kept_for_shapes import KeptForShapes
 from autotune.prediction.traces import Group, TracedPeak, Traces
 from autotune.records.capacity import Breakdown
 from autotune.records.config import Config
@@ -39,6 +40,7 @@ from autotune.units import MIB
 
 PeakBytes = Sequence[tuple[Config, int]]
 OutsideOf = Callable[[Config], int]  # bytes that a process holds beside what is traced
+UnsureOf = Callable[[Config], float]  # standard deviation of these bytes
 # config and trace, bytes less what is outside, variance of the noise
 Seen = tuple[tuple[Config, TracedPeak], float, float]
 
@@ -151,9 +153,17 @@ class MemoryModel:
         most_shapes = min(max([1.0, *num_shapes]), MOST_SHAPES)
         on_processors = peaks is not None and not capabilities_of(peaks.target).own_allocator
 
+        kept = KeptForShapes(space.techniques, probes if on_processors else ())
+
         def outside_with_choices(config: Config) -> int:
-            untraced_bytes = space.techniques.untraced_bytes(config, most_shapes) if on_processors else 0
-            return outside_of(config) + untraced_bytes
+            if not on_processors:
+                return outside_of(config)
+            known = kept.of(config)
+            untraced_bytes = space.techniques.untraced_bytes(config, most_shapes if known is None else 0.0)
+            return outside_of(config) + untraced_bytes + (0 if known is None else round(known.num_bytes))
+
+        def unsure_of(config: Config) -> float:
+            return 0.0 if (known := kept.of(config)) is None else known.std_bytes
 
         def untraced_outside_of(config: Config) -> int:
             whole = gradients_bytes if config.accumulation_steps > 1 else 0
@@ -178,8 +188,8 @@ class MemoryModel:
             traced = [(trace, held) for config, held in measured if (trace := peak_of(config))]
             # where a probe took so much less, traces tell nothing: they are interpolated in the batch size
             if all(LARGEST_SURPRISE * held >= line.total_bytes(trace) for trace, held in traced):
-                self._traced = _Traced(peak_of, line, outside_with_choices, layout, measured, failed)
-        self._untraced: _Untraced | None = _Untraced(untraced_outside_of, layout, measured, failed)
+                self._traced = _Traced(peak_of, line, outside_with_choices, unsure_of, layout, measured, failed)
+        self._untraced: _Untraced | None = _Untraced(untraced_outside_of, unsure_of, layout, measured, failed)
 
     def of_traces_alone(self) -> MemoryModel:
         """The model that knows nothing of what was not traced."""
@@ -256,11 +266,12 @@ class _Traced:
         peak_of: Callable[[Config], TracedPeak | None],
         line: _Line,
         outside_of: OutsideOf,
+        unsure_of: UnsureOf,
         layout: Layout,
         measured: PeakBytes,
         failed: PeakBytes,
     ) -> None:
-        self._peak_of, self._line, self._outside_of = peak_of, line, outside_of
+        self._peak_of, self._line, self._outside_of, self._unsure_of = peak_of, line, outside_of, unsure_of
         self._layout = layout
         self._group_std, self._untraced_std_bytes = GROUP_STD, 0.0
         exact = self._seen_of(measured)
@@ -285,7 +296,8 @@ class _Traced:
         for (config, trace), mean, variance in zip(known, *self._predict(known), strict=True):
             outside_bytes = self._outside_of(config)
             peak = max(outside_bytes + trace.breakdown.parameters_bytes, outside_bytes + mean)
-            log_std = math.sqrt(max(0.0, variance) + self._line.noise(trace)) / peak
+            std_bytes = math.hypot(math.sqrt(max(0.0, variance) + self._line.noise(trace)), self._unsure_of(config))
+            log_std = std_bytes / peak
             found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std, breakdown=trace.breakdown)
         return found
 
@@ -346,8 +358,10 @@ def _least_bytes(outcome: Outcome) -> int:
 class _Untraced:
     """State and activations learned from probes alone."""
 
-    def __init__(self, outside_of: OutsideOf, layout: Layout, measured: PeakBytes, failed: PeakBytes) -> None:
-        self._outside_of = outside_of
+    def __init__(
+        self, outside_of: OutsideOf, unsure_of: UnsureOf, layout: Layout, measured: PeakBytes, failed: PeakBytes
+    ) -> None:
+        self._outside_of, self._unsure_of = outside_of, unsure_of
         seen = [Observation(config=c, value=self._log(c, held)) for c, held in measured]
         if not seen and failed:  # a first idea of how large everything is
             config, least = min(failed, key=lambda pair: pair[1])
@@ -365,7 +379,8 @@ class _Untraced:
         for config, mean, variance in zip(configs, posterior.mean, posterior.variance, strict=True):
             trained = math.exp(min(mean, math.log(LARGEST_BYTES)))
             peak = self._outside_of(config) + trained
-            log_std = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained / peak
+            std_bytes = math.sqrt(max(0.0, variance) + self._model.noise**2) * trained
+            log_std = math.hypot(std_bytes, self._unsure_of(config)) / peak
             found[config] = MemoryEstimate(peak_bytes=int(peak), log_std=log_std)
         return found
 

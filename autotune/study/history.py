@@ -251,12 +251,13 @@ class History:
         """Different shapes that a whole training with such micro batches is expected to meet, as probes told that looked at more batches
         than they trained; 0 where none did.
         """
+        group_of = self.space.techniques.drawing_group
         told = ((other, outcome.measurement) for other, outcome in self.evidence)
         looked = (
             found
             for other, found in told
             if found is not None and found.shape_growth is not None and found.shape_growth.bytes_per_shape
-            if other.batch_size == config.batch_size and self._draws_alike(other, config)
+            if other.batch_size == config.batch_size and group_of(other) == group_of(config)
         )
         return max((found.num_shapes_expected for found in looked), default=0.0)
 
@@ -271,11 +272,6 @@ class History:
         ]
         told.sort(key=lambda growth: growth.bytes_per_shape)
         return told[len(told) // 2] if told else None  # one that is far off says little, once there are three
-
-    def _draws_alike(self, one: Config, other: Config) -> bool:
-        """Whether batches of the two are drawn in the same way."""
-        techniques = self.space.techniques
-        return all(one[name] == other[name] for name in techniques if techniques[name].changes_learning)
 
     @property
     def largest_batch_size(self) -> float:

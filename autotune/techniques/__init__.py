@@ -79,6 +79,12 @@ class Techniques(Mapping[str, Technique]):
     def __init__(self, techniques: Iterable[Technique]) -> None:
         self._by_name = {technique.name: technique for technique in techniques}
         self._shaping = tuple(technique for technique in self.values() if technique.shapes_memory)
+        self._drawing = tuple(technique for technique in self.values() if technique.changes_learning)
+        self._deciding_shapes = tuple(
+            each
+            for each in self.values()
+            if each.shapes_memory or each.changes_learning or any(each.arithmetic(c) != FP32 for c in each.choices)
+        )
         self._with_untraced = tuple(
             each
             for each in self.values()
@@ -175,13 +181,18 @@ class Techniques(Mapping[str, Technique]):
 
     def shapes_group(self, config: Config) -> tuple[tuple[str, Choice], ...]:
         """The choices that are not off, of those that decide which shapes micro batches have, and which kernels a pass over one needs."""
+        on = ((t, config[t.name]) for t in self._deciding_shapes if config[t.name] != t.off)
         return tuple(
-            (name, choice)
-            for name, choice in self.switched_on(config)
-            if self[name].shapes_micro_batch(choice)
-            or self[name].changes_learning
-            or self[name].arithmetic(choice) != FP32
+            (technique.name, choice)
+            for technique, choice in on
+            if technique.shapes_micro_batch(choice)
+            or technique.changes_learning
+            or technique.arithmetic(choice) != FP32
         )
+
+    def drawing_group(self, config: Config) -> tuple[tuple[str, Choice], ...]:
+        """The choices that are not off, of those that change which samples lie in a batch."""
+        return tuple((t.name, config[t.name]) for t in self._drawing if config[t.name] != t.off)
 
     def micro_batch_group(self, config: Mapping[str, Choice]) -> tuple[tuple[str, Choice], ...]:
         """The choices that are not off, of those that change a micro batch: configs that share them take the same passes."""

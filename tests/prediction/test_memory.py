@@ -14,7 +14,7 @@ from autotune.prediction.cost import Probes, beyond
 from autotune.prediction.memory import GATHERED_TIMES, MOST_SHAPES, MemoryEstimate, MemoryModel
 from autotune.prediction.traces import TracedPeak
 from autotune.proposers.acquisition import MAX_OOM_CHANCE
-from autotune.records.config import Choice, Config, World
+from autotune.records.config import Choice, Config, ShapeGrowth, World
 from autotune.records.device import Communicators
 from autotune.records.inspection import Support
 from autotune.records.outcome import Bound, Kind, Outcome
@@ -115,6 +115,28 @@ def test_what_libraries_keep_for_another_type_they_keep_for_each_shape_of_a_micr
         config = space.complete({"batch_size": 8, "amp": amp})
         assert of_shapes(10.0, config) - of_shapes(1.0, config) == pytest.approx(expected, abs=MIB)
     assert of_shapes(1e4, config) == of_shapes(MOST_SHAPES, config)  # a probe tells of so many
+
+
+def test_what_grows_with_the_shapes_is_expected_of_other_micro_batches_too(space: Space) -> None:
+    def with_growth(config: Config, *, grows: bool) -> tuple[Config, Outcome]:
+        _, outcome = ran(config)
+        assert outcome.measurement is not None
+        growth = ShapeGrowth(bytes_per_shape=30.0 * MIB * grows, most_bytes=1500.0 * MIB)
+        grown = 20 * 30 * MIB * grows
+        return config, replace(
+            outcome,
+            measurement=replace(
+                outcome.measurement, shape_growth=growth, num_shapes_expected=20.0, long_run_growth_bytes=grown
+            ),
+        )
+
+    large, small = (space.complete({"batch_size": size, "amp": "bf16"}) for size in (12, 3))
+    probes = [with_growth(space.baseline, grows=False), with_growth(large, grows=True)]
+    found, own = (traced(space, probes).estimate(config) for config in (small, large))
+    assert found is not None and own is not None
+    assert own.peak_bytes == pytest.approx(PROBER.peak_bytes(large) + 600 * MIB, rel=0.1)
+    assert found.peak_bytes == pytest.approx(PROBER.peak_bytes(small) + 46 * 30 * MIB, rel=0.1)
+    assert found.log_std > own.log_std
 
 
 @pytest.mark.parametrize("make", [traced, untraced])

@@ -1,0 +1,85 @@
+"""What a training on a CPU keeps for the shapes of its micro batches (kernels), of any config, by the probes of others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autotune.prediction.cost import Probes
+from autotune.records.config import Choice, Config, ShapeGrowth
+from autotune.techniques import Techniques
+
+Group = tuple[tuple[str, Choice], ...]
+
+# A batch is as wide as its longest sample, and the widest of many samples varies less. With clips of sound 12, 20 to 31, 50 to 71, 101, 117
+# and 121 shapes were expected of micro batches of 64, 32, 8, 4, 2 and 1
+MORE_SHAPES = 0.6
+UNSURE = 0.25  # share of what is kept, for a micro batch of a size that no such config was probed with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Bytes that a config keeps, with their standard deviation."""
+
+    num_bytes: float
+    std_bytes: float
+
+
+class KeptForShapes:
+    """Probes tell how much is kept for a shape, and how many shapes a training meets; the product is at most what a full cache takes.
+
+    oneDNN kept as much for a shape with micro batches of 4 to 64 samples, and in models of two, three and four equal layers.
+    """
+
+    def __init__(self, techniques: Techniques, probes: Probes) -> None:
+        self._techniques = techniques
+        self._growths: dict[Group, dict[int, list[ShapeGrowth]]] = {}
+        self._num_shapes: dict[Group, dict[int, float]] = {}
+        self._found: dict[tuple[Group, Group, int], Kept | None] = {}
+        for config, outcome in probes:
+            found, size = outcome.measurement, config.batch_size
+            if found is None or found.shape_growth is None:
+                continue
+            self._growths.setdefault(techniques.shapes_group(config), {}).setdefault(size, []).append(
+                found.shape_growth
+            )
+            if found.shape_growth.bytes_per_shape:  # else it has looked at few batches
+                numbers = self._num_shapes.setdefault(techniques.drawing_group(config), {})
+                numbers[size] = max(found.num_shapes_expected, numbers.get(size, 1.0))
+
+    def of(self, config: Config) -> Kept | None:
+        """What a config keeps; None where no probe with such kernels has seen memory grow."""
+        if not self._num_shapes:
+            return None
+        techniques = self._techniques
+        key = techniques.shapes_group(config), techniques.drawing_group(config), config.batch_size
+        if key not in self._found:
+            self._found[key] = self._find(*key)
+        return self._found[key]
+
+    def _find(self, group: Group, drawing: Group, size: int) -> Kept | None:
+        told, numbers = self._growths.get(group, {}), self._num_shapes.get(drawing, {})
+        if not told or not numbers:
+            return None
+        nearest = min(told, key=lambda other: abs(math.log(other / size)))
+        ordered = sorted(told[nearest], key=lambda growth: growth.bytes_per_shape)
+        growth = ordered[len(ordered) // 2]  # one that is far off says little, once there are three
+        if not growth.bytes_per_shape:
+            return None
+        ends = [one.most_bytes for found in told.values() for one in found if one.most_bytes is not None]
+        num_bytes = min(growth.bytes_per_shape * _number(numbers, size), max(ends, default=math.inf))
+        return Kept(num_bytes=num_bytes, std_bytes=0.0 if size in told else UNSURE * num_bytes)
+
+
+def _number(known: dict[int, float], size: int) -> float:
+    """Shapes of micro batches of a size, by those of other sizes."""
+    if size in known:
+        return known[size]
+    sizes = sorted(known)
+    for small, large in pairwise(sizes):
+        if small < size < large:
+            share = math.log(size / small) / math.log(large / small)
+            return math.exp((1 - share) * math.log(known[small]) + share * math.log(known[large]))
+    nearest = sizes[0] if size < sizes[0] else sizes[-1]
+    return max(1.0, known[nearest] * float((nearest / size) ** MORE_SHAPES))
