@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from autotune.prediction.cost import Probes
 from autotune.records.config import Choice, Config, ShapeGrowth
+from autotune.records.device import FP32
 from autotune.techniques import Techniques
 
 Group = tuple[tuple[str, Choice], ...]
@@ -15,7 +16,7 @@ Group = tuple[tuple[str, Choice], ...]
 # A batch is as wide as its longest sample, and the widest of many samples varies less. With clips of sound 12, 20 to 31, 50 to 71, 101, 117
 # and 121 shapes were expected of micro batches of 64, 32, 8, 4, 2 and 1
 MORE_SHAPES = 0.6
-UNSURE = 0.25  # share of what is kept, for a micro batch of a size that no such config was probed with
+UNSURE = 0.4  # share of what is kept, where no such config was probed: for a single sample less than half was kept for a shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +30,22 @@ class Kept:
 class KeptForShapes:
     """Probes tell how much is kept for a shape, and how many shapes a training meets; the product is at most what a full cache takes.
 
-    oneDNN kept as much for a shape with micro batches of 4 to 64 samples, and in models of two, three and four equal layers.
+    oneDNN kept as much for a shape with micro batches of 4 to 64 samples, and in models of two, three and four equal layers. Where no
+    probe had the same techniques, those that compute in the same types tell it.
     """
 
     def __init__(self, techniques: Techniques, probes: Probes) -> None:
         self._techniques = techniques
         self._growths: dict[Group, dict[int, list[ShapeGrowth]]] = {}
         self._num_shapes: dict[Group, dict[int, float]] = {}
-        self._found: dict[tuple[Group, Group, int], Kept | None] = {}
+        self._found: dict[tuple[Group, int], Kept | None] = {}
         for config, outcome in probes:
             found, size = outcome.measurement, config.batch_size
-            if found is None or found.shape_growth is None:
+            if found is None or (growth := found.shape_growth) is None:
                 continue
-            self._growths.setdefault(techniques.shapes_group(config), {}).setdefault(size, []).append(
-                found.shape_growth
-            )
-            if found.shape_growth.bytes_per_shape:  # else it has looked at few batches
+            for group in (techniques.shapes_group(config), self._computing_group(config)):
+                self._growths.setdefault(group, {}).setdefault(size, []).append(growth)
+            if growth.bytes_per_shape:  # else it has looked at few batches
                 numbers = self._num_shapes.setdefault(techniques.drawing_group(config), {})
                 numbers[size] = max(found.num_shapes_expected, numbers.get(size, 1.0))
 
@@ -52,14 +53,15 @@ class KeptForShapes:
         """What a config keeps; None where no probe with such kernels has seen memory grow."""
         if not self._num_shapes:
             return None
-        techniques = self._techniques
-        key = techniques.shapes_group(config), techniques.drawing_group(config), config.batch_size
+        key = self._techniques.shapes_group(config), config.batch_size
         if key not in self._found:
-            self._found[key] = self._find(*key)
+            self._found[key] = self._find(config)
         return self._found[key]
 
-    def _find(self, group: Group, drawing: Group, size: int) -> Kept | None:
-        told, numbers = self._growths.get(group, {}), self._num_shapes.get(drawing, {})
+    def _find(self, config: Config) -> Kept | None:
+        group, size = self._techniques.shapes_group(config), config.batch_size
+        told = self._growths.get(group) or self._growths.get(self._computing_group(config))
+        numbers = self._num_shapes.get(self._techniques.drawing_group(config))
         if not told or not numbers:
             return None
         nearest = min(told, key=lambda other: abs(math.log(other / size)))
@@ -69,7 +71,17 @@ class KeptForShapes:
             return None
         ends = [one.most_bytes for found in told.values() for one in found if one.most_bytes is not None]
         num_bytes = min(growth.bytes_per_shape * _number(numbers, size), max(ends, default=math.inf))
-        return Kept(num_bytes=num_bytes, std_bytes=0.0 if size in told else UNSURE * num_bytes)
+        is_probed = size in self._growths.get(group, {})
+        return Kept(num_bytes=num_bytes, std_bytes=0.0 if is_probed else UNSURE * num_bytes)
+
+    def _computing_group(self, config: Config) -> Group:
+        """Those choices of the shapes' group that decide in which types is computed, or which samples are drawn."""
+        techniques = self._techniques
+        return tuple(
+            (name, choice)
+            for name, choice in techniques.shapes_group(config)
+            if techniques[name].changes_learning or techniques[name].arithmetic(choice) != FP32
+        )
 
 
 def _number(known: dict[int, float], size: int) -> float:

@@ -43,6 +43,13 @@ def test_other_kernels_tell_nothing_of_it_but_how_many_shapes_there_are() -> Non
     assert kept_mib(config_of(8, optimizer_impl="fused"), told(config_of(8), 20, 3)) == pytest.approx(60)
 
 
+def test_the_same_kernels_in_recomputed_blocks_tell_it_until_such_a_config_was_probed() -> None:
+    recomputed = config_of(8, checkpoint_segments=2)
+    plain, own = told(config_of(8), 20, 3), told(recomputed, 20, 4)
+    assert kept_mib(recomputed, plain) == pytest.approx(60)
+    assert kept_mib(recomputed, plain, own) == pytest.approx(80)
+
+
 def test_smaller_micro_batches_have_more_shapes() -> None:
     large, small = told(config_of(32), 20, 4), told(config_of(2), 115, 4)
     beyond = kept_mib(config_of(8), large)
