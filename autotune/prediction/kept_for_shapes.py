@@ -14,9 +14,10 @@ from autotune.techniques import Techniques
 Group = tuple[tuple[str, Choice], ...]
 
 # A batch is as wide as its longest sample, and the widest of many samples varies less. With clips of sound 12, 20 to 31, 50 to 71, 101, 117
-# and 121 shapes were expected of micro batches of 64, 32, 8, 4, 2 and 1
-MORE_SHAPES = 0.6
-UNSURE = 0.4  # share of what is kept, where no such config was probed: for a single sample less than half was kept for a shape
+# and 121 shapes were expected of micro batches of 64, 32, 8, 4, 2 and 1. Less may be kept for each of a small one: for a single clip it was
+# less than half. So a smaller one than was probed is expected to keep as much, and not more.
+FEWER_SHAPES = 0.6
+UNSURE = 0.4  # share of what is kept, where no such config was probed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,5 +94,6 @@ def _number(known: dict[int, float], size: int) -> float:
         if small < size < large:
             share = math.log(size / small) / math.log(large / small)
             return math.exp((1 - share) * math.log(known[small]) + share * math.log(known[large]))
-    nearest = sizes[0] if size < sizes[0] else sizes[-1]
-    return max(1.0, known[nearest] * float((nearest / size) ** MORE_SHAPES))
+    return (
+        known[sizes[0]] if size < sizes[0] else max(1.0, known[sizes[-1]] * float((sizes[-1] / size) ** FEWER_SHAPES))
+    )
