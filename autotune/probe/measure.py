@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -119,6 +119,8 @@ class Run:
             cut_short=cut_short,
             places=self.session.places,
         )
+        if self._long_run.shapes.are_several and self.session.world.size == 1:
+            measured = replace(measured, phases_s=_in_proportion(phases, measured.step_s))
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
         # a time-out would lose the measurement, so nothing more is trained where that might not end in time
         alone = self.session.world.size == 1  # if that failed in one process, the others would wait
@@ -586,3 +588,12 @@ class Run:
     @property
     def _untimed_s(self) -> float:
         return self._met_s + self._micro_batches.untimed_s
+
+
+def _in_proportion(phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
+    """The phases of a typical step, by their shares of another one.
+
+    Phases are those of one micro batch. Where these differ, it may take half of what others take, or twice as much.
+    """
+    total_s = sum(phases_s.values())
+    return {name: seconds * step_s / total_s for name, seconds in phases_s.items()} if total_s else {}

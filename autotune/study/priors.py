@@ -98,7 +98,7 @@ class PriorStore:
 
     def forget(self, name: str | None = None) -> list[str]:
         """Forget a study of this name, or all studies. Nothing of them stays in a journal, and of all studies nothing in one that was set
-        aside. Returns the names.
+        aside. The name of a task is enough where one study is of it. Returns the names.
 
         Raises:
             StudyError: no such study is remembered, or the files cannot be written.
@@ -108,9 +108,12 @@ class PriorStore:
             with self._locked() as is_locked:
                 if not is_locked:
                     raise StudyError(f"{self._busy}; try again when it is done")
-                for file in self.files:
-                    studies = self._read(file)
-                    gone = [study.name for study in studies if name in (None, study.name)]
+                kept = {file: self._read(file) for file in self.files}
+                names = [study.name for studies in kept.values() for study in studies]
+                of_task = [one for one in names if one.rpartition(" ")[0] == name]
+                whole = of_task[0] if len(of_task) == 1 else name
+                for file, studies in kept.items():
+                    gone = [study.name for study in studies if name is None or study.name == whole]
                     left = [study for study in studies if study.name not in gone]
                     if name is None or (gone and not left):
                         file.unlink(missing_ok=True)

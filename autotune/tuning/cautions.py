@@ -154,7 +154,7 @@ def _growing_memory(answer: Answer) -> Iterator[str]:
         held_bytes = max(one.long_run_peak_bytes for one in [*measured, *probed])
         need = f"about {format_bytes(held_bytes)} of the limit of {format_bytes(limit_bytes)}"
         yield (
-            f"{grows or 'memory still grows where a probe ends. '}No tensors were found that the training code keeps. {_caches(answer)}. "
+            f"memory still grows where a probe ends. No tensors were found that the training code keeps. {_caches(answer)}. "
             f"Such growth ends once every shape has occurred or that cache is full: a long run is expected to need {need}. "
             "`autotune verify` with many --steps measures it"
         )

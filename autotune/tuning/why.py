@@ -122,8 +122,11 @@ def limiting(
     if not share:
         return ""
     parts = ", ".join(f"{name} {portion:.0%}" for name, portion in share.items() if portion >= 0.01)
-    faster = max(_speeds(larger), default=math.inf)
+    fitting = [probe for probe in larger if not objective.does_not_fit(probe.outcome)]
+    faster = max(_speeds(fitting), default=math.inf)
     tried = "; a larger batch was not faster" if faster < GROWING * found.samples_per_s else ""
+    if larger and not fitting:
+        tried = f"; no larger batch that was tried fits in {format_bytes(objective.usable_bytes)}"
     return f"{_resource(use)}: a step is {parts}{tried}."
 
 

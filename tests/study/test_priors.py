@@ -86,6 +86,15 @@ def test_a_forgotten_study_leaves_nothing_in_the_file(tmp_path: Path) -> None:
     assert store.files == []
 
 
+def test_the_name_of_its_task_is_enough_for_the_only_study_of_it(tmp_path: Path) -> None:
+    store = PriorStore(tmp_path)
+    for name in ("some task 1", "other 2", "other 3"):
+        store.keep(left(name))
+    with pytest.raises(StudyError, match="'other' is not remembered"):
+        store.forget("other")
+    assert store.forget("some task") == ["some task 1"]
+
+
 @pytest.mark.parametrize("content", [b"\x00\xff not a journal", b"one line", b'{"some": "json"}\n{"of": "others"}\n'])
 def test_a_foreign_file_is_set_aside_and_what_comes_after_is_kept(tmp_path: Path, content: bytes) -> None:
     told: list[str] = []

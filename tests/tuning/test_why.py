@@ -237,6 +237,12 @@ def test_a_choice_is_not_blamed_for_a_batch_larger_than_the_training_set():
     assert not why.never_ran([probed(config(8)), too_few], config(8))
 
 
+def test_larger_batches_of_which_none_fits_are_not_said_to_have_been_no_faster():
+    large = failed(config(16), Kind.OOM)
+    said = limiting(config(8), large, phases_s=PHASES)
+    assert "no larger batch that was tried fits in" in said and "not faster" not in said
+
+
 def test_a_larger_batch_that_other_work_slowed_is_not_said_to_have_been_no_faster():
     large = probed(config(16), 60)
     found = replace(large.outcome.measurement, disturbances=("others held the processor",))
