@@ -125,7 +125,8 @@ class CostModel:
     def likely_to_fit_as_taught(self, history: History, configs: Sequence[Config]) -> list[Config]:
         """Those that are likely to fit, also by the memory that configs took in the study of `taught.first`.
 
-        Where that contradicts what is known here, it does not count: that study may have trained on longer samples, say.
+        Where that contradicts what is known here, what needs more counts: that study may have trained on other samples, and what libraries
+        keep for them may not be known here yet.
         """
         own = self._ask(history, lambda models: models.memory.estimates(configs), lambda: None)
         plain = history.baseline.measurement if history.baseline is not None else None
@@ -135,8 +136,10 @@ class CostModel:
         usable = history.objective.usable_bytes
         found = []
         for config, here, there in zip(configs, own, told, strict=True):
-            both = here.pooled(there) if here is not None and there is not None and here.agrees_with(there) else here
-            if both is None or both.chance_within(usable) > LIKELY:
+            known = [one for one in (here, there) if one is not None]
+            if here is not None and there is not None and here.agrees_with(there):
+                known = [here.pooled(there)]
+            if all(one.chance_within(usable) > LIKELY for one in known):
                 found.append(config)
         return found
 

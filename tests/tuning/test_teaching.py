@@ -310,7 +310,7 @@ def test_nothing_is_told_of_what_was_not_measured_there() -> None:
         (1.5, [48]),
         (2.6, [32]),
         (6.0, [16]),
-        (30.0, [24]),  # this contradicts what the baseline says
+        (30.0, [8]),  # this contradicts what the baseline says, so what needs more counts
     ],
 )
 def test_the_first_config_has_the_micro_batch_that_fits_by_what_it_took_there(
@@ -325,6 +325,18 @@ def test_the_first_config_has_the_micro_batch_that_fits_by_what_it_took_there(
         proposed.append(proposal.config.batch_size)
         found.probe(proposal)
     assert proposed == batch_sizes
+
+
+def test_it_is_tried_where_the_baseline_runs_and_leaves_less_than_the_headroom(tmp_path: Path) -> None:
+    taught = lesson(fast(0.8, amp="bf16", batch_size=4))
+    for limit_bytes, is_tried in ((450 * MIB, True), (420 * MIB, False)):  # the baseline takes 440 MiB
+        runner = ClosedFormRunner(limit_bytes=limit_bytes)
+        (tmp_path / str(limit_bytes)).mkdir()
+        found = make_search(tmp_path / str(limit_bytes), runner, limit_bytes=limit_bytes)
+        measure_baseline(found)
+        assert found.history.best is None
+        proposal = StartWhereOthersEnded(CostModel(lambda: None, 200 * MIB, taught=taught)).propose(found.history)
+        assert (proposal is not None) == is_tried
 
 
 class Little(ClosedFormRunner):
