@@ -225,7 +225,7 @@ def _add_to_priors(parser: Parser) -> None:
     parser.group(KEPT).add_argument(
         "--forget",
         metavar=f"NAME|{EVERYTHING}",
-        help="forget what this study taught, or what all did; the studies themselves stay",
+        help="forget what this study taught (the name of its task is enough for an only one), or what all did; the studies themselves stay",
     )
     _add_json(parser)
 

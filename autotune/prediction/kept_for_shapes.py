@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autotune.prediction.cost import Probes
 from autotune.records.config import Choice, Config, ShapeGrowth
 from autotune.records.device import FP32
+from autotune.records.outcome import Measurement
 from autotune.techniques import Techniques
 
 Group = tuple[tuple[str, Choice], ...]
+Growths = dict[Group, dict[int, list[ShapeGrowth]]]  # by micro batch
 
-# A batch is as wide as its longest sample, and the widest of many samples varies less. With clips of sound 12, 20 to 31, 50 to 71, 101, 117
-# and 121 shapes were expected of micro batches of 64, 32, 8, 4, 2 and 1. Less may be kept for each of a small one: for a single clip it was
-# less than half. So a smaller one than was probed is expected to keep as much, and not more.
+# Exponent of the ratio of two micro batches: one is as wide as its longest sample, and the widest of many samples varies less. With clips
+# of sound 12, 20 to 31, 50 to 71, 101, 117 and 121 shapes were expected of micro batches of 64, 32, 8, 4, 2 and 1. Less may be kept for
+# each of a small one, though: for a single clip it was less than half. A micro batch smaller than all that were probed is expected to
+# keep as much as the smallest of these.
 FEWER_SHAPES = 0.6
 UNSURE = 0.4  # share of what is kept, where no such config was probed
 
@@ -28,6 +31,12 @@ class Kept:
     std_bytes: float
 
 
+@dataclass(frozen=True)
+class _Found:
+    growth: ShapeGrowth
+    kept: Kept
+
+
 class KeptForShapes:
     """Probes tell how much is kept for a shape, and how many shapes a training meets; the product is at most what a full cache takes.
 
@@ -37,21 +46,39 @@ class KeptForShapes:
 
     def __init__(self, techniques: Techniques, probes: Probes) -> None:
         self._techniques = techniques
-        self._growths: dict[Group, dict[int, list[ShapeGrowth]]] = {}
+        self._own: Growths = {}
+        self._by_types: Growths = {}
         self._num_shapes: dict[Group, dict[int, float]] = {}
-        self._found: dict[tuple[Group, int], Kept | None] = {}
+        self._found: dict[tuple[Group, int], _Found | None] = {}
         for config, outcome in probes:
             found, size = outcome.measurement, config.batch_size
             if found is None or (growth := found.shape_growth) is None:
                 continue
-            for group in (techniques.shapes_group(config), self._computing_group(config)):
-                self._growths.setdefault(group, {}).setdefault(size, []).append(growth)
+            self._own.setdefault(techniques.shapes_group(config), {}).setdefault(size, []).append(growth)
+            self._by_types.setdefault(self._types_of(config), {}).setdefault(size, []).append(growth)
             if growth.bytes_per_shape:  # else it has looked at few batches
                 numbers = self._num_shapes.setdefault(techniques.drawing_group(config), {})
                 numbers[size] = max(found.num_shapes_expected, numbers.get(size, 1.0))
 
     def of(self, config: Config) -> Kept | None:
         """What a config keeps; None where no probe with such kernels has seen memory grow."""
+        found = self._look_up(config)
+        return None if found is None else found.kept
+
+    def missing_bytes(self, config: Config, measured: Measurement) -> float:
+        """By how much more a config is expected to keep than its measured peak contains.
+
+        A probe that was cut short has looked at few batches, and another one may have told a growth that is far off.
+        """
+        if (found := self._look_up(config)) is None:
+            return 0.0
+        if (own := measured.shape_growth) is None:
+            contained = found.growth.bytes_per_shape * measured.num_shapes + measured.long_run_growth_bytes
+        else:
+            contained = _bytes_of(own, measured.num_shapes_expected)
+        return found.kept.num_bytes - min(contained, found.kept.num_bytes if own is None else math.inf)
+
+    def _look_up(self, config: Config) -> _Found | None:
         if not self._num_shapes:
             return None
         key = self._techniques.shapes_group(config), config.batch_size
@@ -59,9 +86,9 @@ class KeptForShapes:
             self._found[key] = self._find(config)
         return self._found[key]
 
-    def _find(self, config: Config) -> Kept | None:
-        group, size = self._techniques.shapes_group(config), config.batch_size
-        told = self._growths.get(group) or self._growths.get(self._computing_group(config))
+    def _find(self, config: Config) -> _Found | None:
+        own, size = self._own.get(self._techniques.shapes_group(config), {}), config.batch_size
+        told = own or self._by_types.get(self._types_of(config))
         numbers = self._num_shapes.get(self._techniques.drawing_group(config))
         if not told or not numbers:
             return None
@@ -70,19 +97,24 @@ class KeptForShapes:
         growth = ordered[len(ordered) // 2]  # one that is far off says little, once there are three
         if not growth.bytes_per_shape:
             return None
-        ends = [one.most_bytes for found in told.values() for one in found if one.most_bytes is not None]
-        num_bytes = min(growth.bytes_per_shape * _number(numbers, size), max(ends, default=math.inf))
-        is_probed = size in self._growths.get(group, {})
-        return Kept(num_bytes=num_bytes, std_bytes=0.0 if is_probed else UNSURE * num_bytes)
+        if growth.most_bytes is None:
+            alike = told[nearest] if size in own else [one for found in told.values() for one in found]
+            growth = replace(growth, most_bytes=max((one.most_bytes for one in alike if one.most_bytes), default=None))
+        num_bytes = _bytes_of(growth, _number(numbers, size))
+        return _Found(growth, Kept(num_bytes=num_bytes, std_bytes=0.0 if size in own else UNSURE * num_bytes))
 
-    def _computing_group(self, config: Config) -> Group:
-        """Those choices of the shapes' group that decide in which types is computed, or which samples are drawn."""
+    def _types_of(self, config: Config) -> Group:
+        """Those choices of the shapes' group that decide in which types a config computes, or which samples are drawn."""
         techniques = self._techniques
         return tuple(
             (name, choice)
             for name, choice in techniques.shapes_group(config)
             if techniques[name].changes_learning or techniques[name].arithmetic(choice) != FP32
         )
+
+
+def _bytes_of(growth: ShapeGrowth, num_shapes: float) -> float:
+    return min(growth.bytes_per_shape * num_shapes, math.inf if growth.most_bytes is None else growth.most_bytes)
 
 
 def _number(known: dict[int, float], size: int) -> float:

@@ -169,7 +169,11 @@ class MemoryModel:
             whole = gradients_bytes if config.accumulation_steps > 1 else 0
             return outside_with_choices(config) + whole - whole // num_shards(config)
 
-        measured = [(config, o.measurement.long_run_peak_bytes) for config, o in probes if o.measurement is not None]
+        measured = [
+            (config, round(m.long_run_peak_bytes + kept.missing_bytes(config, m)))
+            for config, outcome in probes
+            if (m := outcome.measurement) is not None
+        ]
         # the least that a config needs, where that is known
         failed = [(c, least) for c, o in probes if o.measurement is None and (least := _least_bytes(o))]
         layout = Layout(TERMS, space, probed=[config for config, _ in (*measured, *failed)])

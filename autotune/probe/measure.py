@@ -119,9 +119,9 @@ class Run:
             cut_short=cut_short,
             places=self.session.places,
         )
-        if self._long_run.shapes.are_several and self.session.world.size == 1:
-            measured = replace(measured, phases_s=_in_proportion(phases, measured.step_s))
         measured = self._with_start_wait(self._observers.stop(measured), within=within)
+        if self._long_run.shapes.are_several and self.session.world.size == 1:
+            measured = replace(measured, phases_s=_in_proportion(measured.phases_s, measured.step_s))
         # a time-out would lose the measurement, so nothing more is trained where that might not end in time
         alone = self.session.world.size == 1  # if that failed in one process, the others would wait
         before_s = time.perf_counter()
@@ -591,9 +591,13 @@ class Run:
 
 
 def _in_proportion(phases_s: Mapping[str, float], step_s: float) -> dict[str, float]:
-    """The phases of a typical step, by their shares of another one.
+    """The phases of a typical step, by their shares of another one. An update takes as long in any.
 
-    Phases are those of one micro batch. Where these differ, it may take half of what others take, or twice as much.
+    The other phases are those of one micro batch. Where these differ, it may take half of what others take, or twice as much.
     """
-    total_s = sum(phases_s.values())
-    return {name: seconds * step_s / total_s for name, seconds in phases_s.items()} if total_s else {}
+    update_s = {name: seconds for name, seconds in phases_s.items() if name == "optimizer"}
+    others_s = sum(phases_s.values()) - sum(update_s.values())
+    left_s = step_s - sum(update_s.values())
+    if others_s <= 0 or left_s <= 0:
+        return dict(phases_s)
+    return {name: seconds * left_s / others_s for name, seconds in phases_s.items()} | update_s

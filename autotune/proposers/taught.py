@@ -21,9 +21,9 @@ class StartWhereOthersEnded:
         self._cost_model = cost_model
 
     def propose(self, history: History) -> Proposal | None:
-        """That config; None where nothing was taught, its techniques were probed, it is the baseline, or the baseline did not run."""
-        first, baseline = self._cost_model.taught.first, history.baseline
-        if first is None or baseline is None or not baseline.ok:
+        """That config; None where nothing was taught, its techniques were probed, it is the baseline, or nothing runs."""
+        first = self._cost_model.taught.first
+        if first is None or (history.best is None and history.baseline_that_runs is None):
             return None
         space, admissible = history.space, history.admissible()
         config = space.snap(first.choices)

@@ -109,9 +109,9 @@ class PriorStore:
                 if not is_locked:
                     raise StudyError(f"{self._busy}; try again when it is done")
                 kept = {file: self._read(file) for file in self.files}
-                names = [study.name for studies in kept.values() for study in studies]
+                names = {study.name for studies in kept.values() for study in studies}
                 of_task = [one for one in names if one.rpartition(" ")[0] == name]
-                whole = of_task[0] if len(of_task) == 1 else name
+                whole = of_task[0] if len(of_task) == 1 and name not in names else name
                 for file, studies in kept.items():
                     gone = [study.name for study in studies if name is None or study.name == whole]
                     left = [study for study in studies if study.name not in gone]

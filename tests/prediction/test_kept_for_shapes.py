@@ -76,3 +76,34 @@ def test_the_nearest_size_tells_how_much_a_shape_takes_and_one_that_is_far_off_s
 def test_where_nothing_was_seen_to_grow_nothing_is_told() -> None:
     assert kept_mib(config_of(8), told(config_of(8), 20, 0)) is None
     assert kept_mib(config_of(8), told(config_of(8), 20, 0), told(config_of(8, amp="bf16"), 20, 30)) is None
+
+
+def test_recomputed_blocks_tell_nothing_of_a_config_without_them_that_was_probed() -> None:
+    probes = [told(config_of(32), 20, 4), *(told(config_of(8, checkpoint_segments=2), 20, each) for each in (0, 0, 10))]
+    kept = KeptForShapes(TECHNIQUES, probes)
+    found, own = kept.of(config_of(8)), kept.of(config_of(32))
+    assert found is not None and own is not None
+    assert found.num_bytes == 80 * MIB and found.std_bytes > 0
+    assert own.num_bytes == 80 * MIB and own.std_bytes == 0
+
+
+def test_an_end_that_another_micro_batch_told_holds_only_where_none_was_probed() -> None:
+    probes = [told(config_of(8), 200, 4), told(config_of(64), 20, 4, most_mib=380)]
+    assert kept_mib(config_of(8), *probes) == pytest.approx(800)
+    assert kept_mib(config_of(4), *probes) == pytest.approx(380)
+
+
+def test_a_measured_peak_lacks_what_its_process_has_not_met() -> None:
+    kept = KeptForShapes(TECHNIQUES, [told(config_of(8), 20, 3)])
+
+    def missing_mib(config: Config, **changes: object) -> float:
+        return kept.missing_bytes(config, replace(measurement(config, 100.0, 500 * MIB), **changes)) / MIB
+
+    cut_short = config_of(8, checkpoint_segments=2)
+    assert missing_mib(cut_short, num_shapes=4) == pytest.approx(60 - 12)
+    assert missing_mib(cut_short, num_shapes=30) == 0
+    assert missing_mib(cut_short, num_shapes=4, long_run_growth_bytes=40 * MIB) == pytest.approx(8)
+    growth = ShapeGrowth(bytes_per_shape=3.0 * MIB)
+    assert missing_mib(config_of(8), shape_growth=growth, num_shapes_expected=15.0) == pytest.approx(15)
+    assert missing_mib(config_of(8), shape_growth=growth, num_shapes_expected=40.0) == pytest.approx(-60)
+    assert missing_mib(config_of(8, amp="bf16"), num_shapes=4) == 0

@@ -235,6 +235,14 @@ def test_a_step_is_timed_by_its_parts_where_whole_steps_would_take_more_samples_
     assert [parts.samples_per_s, whole.samples_per_s] == pytest.approx([TRUE_SPEED, TRUE_SPEED])
 
 
+def test_phases_of_a_micro_batch_unlike_others_are_told_in_proportion_to_a_step():
+    phases_s = {"data": 0.1, "forward": 0.1, "backward": 0.2, "optimizer": 0.1}
+    told = measure._in_proportion(phases_s, 0.9)
+    assert told == pytest.approx({"data": 0.2, "forward": 0.2, "backward": 0.4, "optimizer": 0.1})
+    assert measure._in_proportion(phases_s, 0.05) == phases_s, "no less than the update alone"
+    assert measure._in_proportion({}, 1.0) == {}
+
+
 def test_a_long_micro_step_is_split_by_phase_while_it_is_timed(clocked, monkeypatch):
     monkeypatch.setattr(measure, "LONG_S", 0.05)
     measured = run_of(clocked, CONFIG).measure(0.0)

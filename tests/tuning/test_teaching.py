@@ -335,8 +335,10 @@ def test_it_is_tried_where_the_baseline_runs_and_leaves_less_than_the_headroom(t
         found = make_search(tmp_path / str(limit_bytes), runner, limit_bytes=limit_bytes)
         measure_baseline(found)
         assert found.history.best is None
-        proposal = StartWhereOthersEnded(CostModel(lambda: None, 200 * MIB, taught=taught)).propose(found.history)
-        assert (proposal is not None) == is_tried
+        proposer = StartWhereOthersEnded(CostModel(lambda: None, 200 * MIB, taught=taught))
+        assert (proposer.propose(found.history) is not None) == is_tried
+        found.probe(Proposal(config=config_of(batch_size=1, accumulation_steps=96)))
+        assert proposer.propose(found.history) is not None, "once something runs"
 
 
 class Little(ClosedFormRunner):
