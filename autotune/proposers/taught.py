@@ -66,17 +66,11 @@ class OnOwnJudgement:
         lent = self._cost_model.lent(history)
         if lent is None or lent[0] in self._counted:
             return self._proposer.propose(history)
-        without = history.without(lent[0])
-        proposal = self._proposer.propose(without)
+        proposal = self._proposer.propose(history.without(lent[0]))
         if proposal is None:
             return None
         if proposal.config == lent[0]:
             self._counted.add(lent[0])
-        elif not self._is_ruled_out(history, without, proposal.config):
+        elif history.admissible()(proposal.config):
             return proposal
         return self._proposer.propose(history)
-
-    def _is_ruled_out(self, history: History, without: History, config: Config) -> bool:
-        """Whether a config may be probed and is likely to fit without the lent probe, and not with it."""
-        fits = self._cost_model.is_likely_to_fit
-        return not history.admissible()(config) or (fits(without, config) and not fits(history, config))
