@@ -54,7 +54,7 @@ class OnOwnJudgement:
     """Another proposer's proposals, which what like studies ended with does not change.
 
     It tells the models something, too, but a search that it sends another way may take many more probes. It counts from where the
-    proposer would have it probed, and where it shows that a proposal does not fit that was likely to.
+    proposer would have it probed, and where it rules a proposal out: what needs more than a config that did not fit is not probed.
     """
 
     def __init__(self, proposer: Proposer, cost_model: CostModel) -> None:

@@ -36,16 +36,10 @@ class Seen:
 
 
 class Model:
-    """A cost model to which what was lent shows that configs do not fit; of some it knew that before."""
-
-    def __init__(self, *too_large: Config, foreseen: bool = False) -> None:
-        self.too_large, self.foreseen = too_large, foreseen
+    """A cost model that knows what was lent."""
 
     def lent(self, history: Seen) -> tuple[Config, None]:
         return LENT, None
-
-    def is_likely_to_fit(self, history: Seen, config: Config) -> bool:
-        return config not in self.too_large or not (history.with_lent or self.foreseen)
 
 
 class Inner:
@@ -59,12 +53,12 @@ class Inner:
         return None if chosen is None else Proposal(config=chosen)
 
 
-def judging(inner: Inner, *too_large: Config, foreseen: bool = False) -> Any:
-    return OnOwnJudgement(inner, Model(*too_large, foreseen=foreseen))  # type: ignore[arg-type]
+def judging(inner: Inner) -> Any:
+    return OnOwnJudgement(inner, Model())  # type: ignore[arg-type]
 
 
-def proposed(untaught: Config | None, *too_large: Config, foreseen: bool = False) -> Config | None:
-    found = judging(Inner(untaught), *too_large, foreseen=foreseen).propose(Seen())
+def proposed(untaught: Config | None) -> Config | None:
+    found = judging(Inner(untaught)).propose(Seen())
     return None if found is None else found.config
 
 
@@ -81,16 +75,8 @@ def test_what_was_lent_counts_from_where_it_would_have_been_probed() -> None:
     assert judge.propose(Seen()).config == LEANER
 
 
-def test_what_it_shows_not_to_fit_is_not_probed() -> None:
-    assert proposed(OWN, OWN) == LEANER
-
-
 def test_what_it_shows_to_be_larger_than_what_does_not_fit_is_not_probed() -> None:
     assert proposed(INADMISSIBLE) == LEANER
-
-
-def test_what_would_have_been_probed_although_it_hardly_fits_is_probed() -> None:
-    assert proposed(OWN, OWN, foreseen=True) == OWN
 
 
 def test_what_another_search_of_the_study_runs_is_not_tried_at_a_smaller_batch(tmp_path: Path) -> None:
