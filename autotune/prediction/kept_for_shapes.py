@@ -72,11 +72,10 @@ class KeptForShapes:
         """
         if (found := self._look_up(config)) is None:
             return 0.0
-        if (own := measured.shape_growth) is None:
-            contained = found.growth.bytes_per_shape * measured.num_shapes + measured.long_run_growth_bytes
-        else:
-            contained = _bytes_of(own, measured.num_shapes_expected)
-        return found.kept.num_bytes - min(contained, found.kept.num_bytes if own is None else math.inf)
+        if measured.shape_growth is not None:
+            return found.kept.num_bytes - _bytes_of(measured.shape_growth, measured.num_shapes_expected)
+        contained = found.growth.bytes_per_shape * measured.num_shapes + measured.long_run_growth_bytes
+        return max(0.0, found.kept.num_bytes - contained)
 
     def _look_up(self, config: Config) -> _Found | None:
         if not self._num_shapes:
@@ -93,9 +92,8 @@ class KeptForShapes:
         if not told or not numbers:
             return None
         nearest = min(told, key=lambda other: abs(math.log(other / size)))
-        ordered = sorted(told[nearest], key=lambda growth: growth.bytes_per_shape)
-        growth = ordered[len(ordered) // 2]  # one that is far off says little, once there are three
-        if not growth.bytes_per_shape:
+        growth = ShapeGrowth.typical(told[nearest])
+        if growth is None or not growth.bytes_per_shape:
             return None
         if growth.most_bytes is None:
             alike = told[nearest] if size in own else [one for found in told.values() for one in found]

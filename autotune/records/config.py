@@ -4,7 +4,7 @@ the measurement. Plain frozen data; the rule about a global batch stands here al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -224,6 +224,12 @@ class ShapeGrowth:
 
     bytes_per_shape: float
     most_bytes: float | None = None
+
+    @staticmethod
+    def typical(told: Iterable[ShapeGrowth]) -> ShapeGrowth | None:
+        """The median of what probes told: one that is far off says little, once there are three. None where none told anything."""
+        ordered = sorted(told, key=lambda growth: growth.bytes_per_shape)
+        return ordered[len(ordered) // 2] if ordered else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -264,14 +264,12 @@ class History:
     def shape_growth(self, config: Config) -> ShapeGrowth | None:
         """What a training keeps for each new shape, as probes with such micro batches told; None where none did."""
         group_of = self.space.techniques.shapes_group
-        told = [
+        return ShapeGrowth.typical(
             growth
             for other, outcome in self.evidence
             if (found := outcome.measurement) is not None and (growth := found.shape_growth) is not None
             if other.batch_size == config.batch_size and group_of(other) == group_of(config)
-        ]
-        told.sort(key=lambda growth: growth.bytes_per_shape)
-        return told[len(told) // 2] if told else None  # one that is far off says little, once there are three
+        )
 
     @property
     def largest_batch_size(self) -> float:
