@@ -512,7 +512,8 @@ class PlayOff:
     def _choose(self, evidence: Evidence, entrants: Sequence[Entrant]) -> Entrant | None:
         """The best entrant that may be recommended, or the cheapest of those as good; None for the baseline.
 
-        The cheapest has the fewest changes. Where memory is short, it needs the least of it.
+        The cheapest has the fewest changes. Where memory is short, it needs the least of it. One that has run once gives way to those
+        that have run in several rounds, unless it is beyond doubt clearly better than they are.
         """
         base = self._rival
         if base is not None:
@@ -521,6 +522,11 @@ class PlayOff:
         if not entrants:
             return None
         best = self.leader(evidence, entrants)
+        repeated = [entrant for entrant in entrants if len(entrant.outcomes) >= MIN_ROUNDS - 1]
+        if repeated and best not in repeated:  # it came in late, and has run once
+            ahead = evidence.difference(best.config, self.leader(evidence, repeated).config)
+            if ahead.chance_below(CLOSE) > RISK:
+                entrants, best = repeated, self.leader(evidence, repeated)
         as_good = [e for e in entrants if evidence.levels[e.config] > evidence.levels[best.config] - CLOSE]
         if base is not None:
             proven = [entrant for entrant in as_good if over[entrant.config].chance_below(0.0) < RISK]

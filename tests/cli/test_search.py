@@ -45,10 +45,10 @@ def processes_with(text):
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """One finished search of a small model, in a folder of its own."""
+    """One finished search of a small model, in a folder of its own. It ends when the play-off is decided, long before the time."""
     folder = tmp_path_factory.mktemp("answered")
     shutil.copy(MODELS / "steady.py", folder)
-    return folder, search("steady.py", "--budget", "90s", "--trials", "5", cwd=folder)
+    return folder, search("steady.py", "--budget", "5m", "--trials", "5", cwd=folder)
 
 
 @pytest.fixture(autouse=True)

@@ -521,6 +521,26 @@ def test_a_proven_gain_is_not_given_up_for_a_leader_that_has_run_once():
     assert held(speeds, {(fails, 3)}, None).answer.config == first
 
 
+@pytest.mark.parametrize(("late_speed", "wins"), [(165.0, False), (500.0, True)])
+def test_who_has_run_once_when_the_time_is_up_gives_way_to_the_others_unless_it_is_beyond_doubt_better(
+    late_speed, wins
+):
+    speeds = {config(16): 150.0, LATE: late_speed, BASE: 100.0}
+    log = []
+
+    def run(candidate, number):
+        log.append(candidate)
+        return ok(candidate, speeds[candidate] * (1 + 0.05 * (len(log) % 2)))
+
+    made = PlayOff(Entrant(BASE), run, OBJECTIVE, seed=0)
+    made.enter(Entrant(config(16)))
+    made.play(lambda seconds, number: number < 2)
+    made.enter(Entrant(LATE))
+    standing = made.play(lambda seconds, number: number < 3)
+    assert log.count(LATE) == 1
+    assert standing.answer.config == (LATE if wins else config(16))
+
+
 def test_where_there_is_no_time_for_all_who_has_not_played_yet_comes_first():
     """Who comes in late does so because it may be the best; the others have shown what they do."""
     speeds = {config(16): 150.0, config(12): 140.0, LATE: 500.0, BASE: 100.0}
