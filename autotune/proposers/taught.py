@@ -54,23 +54,25 @@ class OnOwnJudgement:
     """Another proposer's proposals, which what like studies ended with does not change.
 
     It tells the models something, too, but a search that it sends another way may take many more probes. It counts from where the
-    proposer would have it probed, and where it rules a proposal out: what needs more than a config that did not fit is not probed.
+    proposer would have it probed, as if it had been probed there, and where it rules a proposal out: what needs more than a config
+    that did not fit is not probed.
     """
 
     def __init__(self, proposer: Proposer, cost_model: CostModel) -> None:
         self._proposer, self._cost_model = proposer, cost_model
-        self._counted: set[Config] = set()
+        self._agreed: dict[Config, int] = {}  # after how many trials the proposer would have had it probed
 
     def propose(self, history: History) -> Proposal | None:
         """The proposal of a search that was taught nothing; of one that was taught, once it agrees."""
-        lent = self._cost_model.lent(history)
-        if lent is None or lent[0] in self._counted:
+        if (lent := self._cost_model.lent(history)) is None:
             return self._proposer.propose(history)
-        proposal = self._proposer.propose(history.without(lent[0]))
-        if proposal is None:
-            return None
-        if proposal.config == lent[0]:
-            self._counted.add(lent[0])
-        elif history.admissible()(proposal.config):
-            return proposal
-        return self._proposer.propose(history)
+        config, _ = lent
+        if config not in self._agreed:
+            untaught = history.without(config)
+            proposal = self._proposer.propose(untaught)
+            if proposal is None:
+                return None
+            if proposal.config != config:
+                return proposal if history.admissible()(proposal.config) else self._proposer.propose(history)
+            self._agreed[config] = len(untaught.trials)
+        return self._proposer.propose(history.as_if_probed_after(self._agreed[config], config))

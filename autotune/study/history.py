@@ -89,6 +89,15 @@ class History:
         other._known = (-1, None, {})
         return other
 
+    def as_if_probed_after(self, num_trials: int, config: Config) -> History:
+        """The history as it would be if the first probe of a config had come after so many trials of other configs."""
+        first = next(trial for trial in self._trials if trial.config == config)
+        others = [trial for trial in self._trials if trial is not first]
+        other = copy(self)
+        other._trials = [*others[:num_trials], first, *others[num_trials:]]
+        other._known = (-1, None, {})
+        return other
+
     def append(self, trial: Trial) -> None:
         """Add a trial that has just finished."""
         self._trials.append(trial)

@@ -22,17 +22,21 @@ LENT, OWN, INADMISSIBLE, LEANER = config(64), config(32), config(24), config(8)
 
 
 class Seen:
-    """A history that knows what was lent, or not."""
+    """A history of as many other trials, that knows what was lent, or not."""
 
-    def __init__(self, *, with_lent: bool = True) -> None:
-        self.with_lent = with_lent
+    def __init__(self, num_others: int = 1, lent_after: int | None = 0) -> None:
+        self.trials, self.lent_after = [None] * num_others, lent_after
 
     def admissible(self) -> Callable[[Config], bool]:
         return lambda config: config != INADMISSIBLE
 
     def without(self, lent: Config) -> Seen:
         assert lent == LENT
-        return Seen(with_lent=False)
+        return Seen(len(self.trials), None)
+
+    def as_if_probed_after(self, num_trials: int, lent: Config) -> Seen:
+        assert lent == LENT
+        return Seen(len(self.trials), num_trials)
 
 
 class Model:
@@ -47,9 +51,11 @@ class Inner:
 
     def __init__(self, untaught: Config | None) -> None:
         self.untaught = untaught
+        self.asked: list[Seen] = []
 
     def propose(self, history: Seen) -> Proposal | None:
-        chosen = LEANER if history.with_lent else self.untaught
+        self.asked.append(history)
+        chosen = LEANER if history.lent_after is not None else self.untaught
         return None if chosen is None else Proposal(config=chosen)
 
 
@@ -70,9 +76,10 @@ def test_a_search_goes_on_as_if_nothing_had_been_lent() -> None:
 def test_what_was_lent_counts_from_where_it_would_have_been_probed() -> None:
     inner = Inner(LENT)
     judge = judging(inner)
-    assert judge.propose(Seen()).config == LEANER
+    assert judge.propose(Seen(3)).config == LEANER
     inner.untaught = OWN  # which is not asked any more
-    assert judge.propose(Seen()).config == LEANER
+    assert judge.propose(Seen(5)).config == LEANER
+    assert [history.lent_after for history in inner.asked] == [None, 3, 3]
 
 
 def test_what_it_shows_to_be_larger_than_what_does_not_fit_is_not_probed() -> None:
