@@ -64,11 +64,11 @@ from autotune.tuning.entrant import samples_per_s
 from autotune.tuning.events import Listener, Listeners
 from autotune.tuning.inspecting import calibrate_device, inspect
 from autotune.tuning.later import recheck_answer
-from autotune.tuning.opening import fingerprint
 from autotune.tuning.predict import predict_fit
 from autotune.tuning.recommend import Interrupted, NothingFeasible
 from autotune.tuning.search import search as run_search
 from autotune.tuning.trace_ahead import Tracing
+from autotune.tuning.where_kept import fingerprint
 from autotune.units import format_bytes, format_seconds
 
 LOGS = Path("studies")

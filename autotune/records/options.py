@@ -2,7 +2,7 @@
 
 A new one is an `Option(...)`, and a field in each options class that has it: `--help`, the API, docstrings and `[tool.autotune]`
 follow. A new unit goes into `option_kinds.py`. A search reads its options in `tuning/opening.py`. If probes under different values
-cannot be compared, the option also needs a field of `Fingerprint` (`study.py`), which `opening.py` fills; if probes need its
+cannot be compared, the option also needs a field of `Fingerprint` (`study.py`), which `tuning/where_kept.py` fills; if probes need its
 value, a field of `ProbeSettings` (`config.py`). An option that the answer must be run with again belongs into `RunOptions`.
 """
 

@@ -1,14 +1,18 @@
-"""A device is measured before the first search on it, and again only when what the figures depend on has changed."""
+"""A device is measured before the first search on it, and again only when what the figures depend on has changed. What the inspection
+tells of the length of the training.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autotune.records.config import World
 from autotune.records.device import NOT_MEASURED, Calibration, Rate
+from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind, Outcome
 from autotune.runners.jobs import CalibrateJob, Job
 from autotune.runners.runner import ProbeFault
-from autotune.tuning.inspecting import calibrate_device
-from tests.closed_form import ClosedFormRunner
+from autotune.tuning.inspecting import calibrate_device, count_train_samples
+from tests.closed_form import ClosedFormRunner, inspection
 
 PLAIN = tuple(Rate(work=work, arithmetic="fp32", sizes=(64,), flops_per_s=(1e9,)) for work in ("matmul", "convolution"))
 MEASURED = Calibration(rates=PLAIN)
@@ -72,3 +76,10 @@ def test_what_was_measured_beside_other_work_is_measured_again_by_the_next_searc
     for _ in range(2):
         assert calibrate_device(calm, calm.slots()[0].device, tmp_path) == (MEASURED, "")
     assert calm.num_measured == 1
+
+
+def test_the_steps_of_a_command_of_several_processes_take_the_samples_of_all() -> None:
+    found = inspection(world=World(size=2))
+    alone = inspection()
+    options = SearchOptions(train_steps=10)
+    assert count_train_samples(options, found) == 2 * count_train_samples(options, alone)
