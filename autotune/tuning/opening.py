@@ -256,6 +256,8 @@ def _open_over(
     others = trained_beside(inspection, space.techniques, **wanted) if not is_beside else []
     if others:
         budget.budget_s -= (1 - OWN_SHARE) * max(0.0, budget.budget_s - budget.elapsed_s)
+    if options.like is None:
+        taught = replace(taught, choices=space.choices)
     store = Store(kept.place, kept.facts(options, inspection, space, agreed, asked, runner.stated.model), listener.warn)
     history = _history(store, space, options, limit_bytes, train_samples, budget)
     listener.on(SearchStarted.of(kept.place, inspection, history, budget.budget_s))

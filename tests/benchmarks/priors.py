@@ -54,6 +54,7 @@ LEAST = 2  # probes: the baseline's and one that is better
 NEAR = Path(__file__).parent / "priors_near.jsonl"  # a study a line
 NEAR_TABLES = sorted(UNSEEN.glob("*/*.keep_heap.csv"))
 LEFT_BY_SEED = 1000  # of the searches that leave something: none of those that begin with it
+EMULATES_BF16 = {"avx2", "avx512_core"}  # processors on which a search leaves it out, though some tables hold it
 OTHERS = {"gpt": "digits", "digits": "tagger", "tagger": "digits"}  # another kind of model, for `other`
 
 
@@ -95,6 +96,7 @@ def options_for(truth: Truth, seed: int) -> SearchOptions:
         headroom=HEADROOM,
         seed=seed,
         storage="sqlite:///:memory:",
+        exclude=("amp",) if truth.scenario.path.stem in EMULATES_BF16 else (),
     )
 
 

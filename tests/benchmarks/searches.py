@@ -94,7 +94,7 @@ class Truth:
     """What a table says of every config within a limit."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.table = read(scenario.path)
+        self.scenario, self.table = scenario, read(scenario.path)
         self.limit_bytes = limit_bytes(self.table, tight=scenario.tight)
         usable_bytes = self.limit_bytes * (1 - HEADROOM)
         self.speed = {

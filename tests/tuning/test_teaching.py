@@ -14,7 +14,7 @@ from autotune.prediction.memory import MemoryEstimate
 from autotune.prediction.priors import PEAK, Lesson, Taught
 from autotune.proposers.cost_model import CostModel
 from autotune.proposers.taught import StartWhereOthersEnded
-from autotune.records.config import Config
+from autotune.records.config import Choice, Config
 from autotune.records.inspection import Inspection, Support, TaskFacts
 from autotune.records.options import SearchOptions
 from autotune.records.outcome import Kind
@@ -237,6 +237,35 @@ def test_the_answer_of_a_study_with_another_objective_is_not_what_a_search_start
     study = replace(taught.lessons[0].study, answer={**fast.config, "amp": "bf16"}, objective=of_study)
     first = Taught.by([Lesson(study, 1.0, 1.0)], find_techniques(), of_search).first
     assert (first.choices["amp"] if first else None) == amp
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "is_lent"),
+    [
+        ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16")}, True),
+        ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16", "fp16"), "inplace_activations": (False, True)}, True),
+        ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16"), "num_workers": (0, 1, 2)}, True),
+        ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16"), "keep_heap": (False, True)}, False),
+        ({"amp": ("off", "bf16")}, {"amp": ("off",)}, False),
+        ({"amp": ("off", "bf16"), "variant": ("none",)}, {"amp": ("bf16",), "variant": ("small",)}, True),
+    ],
+    ids=[
+        "the same",
+        "more of what rarely wins",
+        "more data workers",
+        "what usually wins is new",
+        "its best cannot be tried",
+        "what is fixed",
+    ],
+)
+def test_a_search_starts_with_the_answer_of_a_study_that_could_try_what_usually_wins_here(
+    there: dict[str, tuple[Choice, ...]], here: dict[str, tuple[Choice, ...]], *, is_lent: bool
+) -> None:
+    taught = lesson(PriorTrial(config={"amp": "bf16"}, kind=Kind.OK, speed=2.0))
+    study = replace(taught.lessons[0].study, space=there)
+    taught = replace(taught, lessons=(Lesson(study, 1.0, 1.0),))
+    assert taught.first is not None, "the user has named the study"
+    assert (replace(taught, choices=here).first is not None) == is_lent
 
 
 def test_what_hung_or_crashed_is_to_blame_as_far_as_the_studies_are_alike() -> None:
