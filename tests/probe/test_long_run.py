@@ -150,7 +150,8 @@ def test_where_it_is_known_how_many_shapes_come_that_is_not_looked_for():
 
 
 def test_where_whole_batches_have_one_shape_small_ones_show_that_shapes_differ():
-    found, sizes = long_run(keep_a_block_for_each_shape, **{**FEW, "batch_size": 199, "sample_s": 0.002})
+    large = {**FEW, "batch_size": 199, "sample_s": 0.002}  # each has one of the two longest samples
+    found, sizes = long_run(keep_a_block_for_each_shape, num_lengths=100, **large)
     assert found.num_shapes == 1
     assert found.shape_growth.bytes_per_shape == pytest.approx(LARGE_BYTES, rel=0.1) and min(sizes) < 199
 
