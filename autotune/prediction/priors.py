@@ -39,6 +39,11 @@ HELD = 0.45  # chance that what a study of the same model taught holds here: les
 # How much more it is for unlike models is assumed.
 PEAK = Spread(alike=0.05, unlike=0.3)
 
+# A choice that is expected to leave no more than this of the time of computing: bf16 and `keep_heap` are such, and of six tasks the
+# best config of a study without them was never within 2 % of the best where they can be had, but for one of 98 %. Of less, or of
+# compiling, which a short search leaves out, that is not known.
+LARGE_GAIN = 0.87
+
 
 @dataclass(frozen=True)
 class Lesson:
@@ -121,7 +126,7 @@ class Taught:
 
     @cached_property
     def first(self) -> First | None:
-        """The best config of the most alike study that could try what this search may; None where no study is alike enough.
+        """The best config of the most alike study that could try what usually gains much here; None where no study is alike enough.
 
         Of a study with another objective it is the fastest, if that is what this search is for, and none otherwise.
         """
@@ -138,7 +143,7 @@ class Taught:
         for lesson in self.lessons:
             agrees = lesson.study.objective == self.objective
             is_alike = lesson.likeness >= FIRST_LEAST and (agrees or self.objective == Throughput.name)
-            if is_alike and self._had_the_choice(lesson.study):
+            if is_alike and not self._lacked(lesson.study):
                 return lesson
         return None
 
@@ -146,24 +151,16 @@ class Taught:
         answer = study.answer if study.objective == self.objective else {}
         return answer or max(study.trials, key=lambda trial: trial.speed).config
 
-    def _had_the_choice(self, study: PriorStudy) -> bool:
-        """Whether a study could try what usually wins here, and its best config may be tried here.
-
-        The best config without bf16, of a processor that lacks its arithmetic, is rarely the best where there is that, nor the other
-        way round: over six tasks it reached 44 to 98 % of the best, those of processors that both have it 83 to 100 %.
-        """
-        if self.choices is None:
-            return True
-        best = self._best(study)
+    def _lacked(self, study: PriorStudy) -> bool:
+        """Whether a study could not try a choice that usually gains much here: bf16 on a newer processor, or a later technique."""
         for name in self.techniques:
-            technique, here = self.techniques[name], self.choices.get(name, ())
+            technique, here = self.techniques[name], (self.choices or {}).get(name, ())
             there = {*study.space.get(name, ()), study.baseline.get(name, technique.off)}
             usual = next((choice for choice in technique.likely if choice in here), technique.off)
-            is_unknown = len(here) > 1 and usual not in there
-            is_absent = best.get(name, technique.off) not in (*here, technique.off)
-            if not technique.ordered and name not in self.techniques.trained({}) and (is_unknown or is_absent):
-                return False
-        return True
+            is_new = usual != technique.off and usual not in there
+            if is_new and technique.expectation(usual, here).compute.typical <= LARGE_GAIN:
+                return True
+        return False
 
     def peaks(
         self, configs: Sequence[Config], baseline: Config, baseline_bytes: int, outside_bytes: int

@@ -180,7 +180,7 @@ class CostModel:
         if (first := self.taught.first) is None:
             return None
         best, baseline = history.space.snap(first.choices), history.space.baseline
-        ran = (one for one in history.evidence if one[0].has_techniques_of(best) and one[0] != baseline)
+        ran = (one for one in _as_probed(history) if one[0].has_techniques_of(best) and one[0] != baseline)
         return next(ran, None)
 
     def is_borne_out(self, history: History) -> bool:
@@ -198,7 +198,7 @@ class CostModel:
 
     def _acquisition(self, history: History) -> Acquisition:
         """The acquisition fitted to the history, cached because a proposal and its prediction are asked for one after the other."""
-        space, peaks, probes = known = history.space, self._peaks(), history.evidence
+        space, peaks, probes = known = history.space, self._peaks(), _as_probed(history)
         if self._last is None or self._last[0] != known:
             memory_model = MemoryModel(
                 peaks, self._outside_bytes, space, probes, self._communicators, self._gradients_bytes
@@ -232,6 +232,12 @@ class CostModel:
             probe_s=median(history.probe_wall_s or [1.0]) or 1.0,
             blame=self.taught.blame,
         )
+
+
+def _as_probed(history: History) -> Probes:
+    """The evidence in the order in which the configs were probed, in whichever order the history has its trials."""
+    number = {trial.config: trial.number for trial in reversed(history.trials)}
+    return sorted(history.evidence, key=lambda one: number[one[0]])
 
 
 def _paces(probes: Probes, objective: Objective) -> Probes:

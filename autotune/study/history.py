@@ -90,12 +90,10 @@ class History:
         return other
 
     def as_if_probed_after(self, num_trials: int, config: Config) -> History:
-        """The history as it would be if the first probe of a config had come after so many trials of other configs."""
-        first = next(trial for trial in self._trials if trial.config == config)
-        others = [trial for trial in self._trials if trial is not first]
-        other = copy(self)
-        other._trials = [*others[:num_trials], first, *others[num_trials:]]
-        other._known = (-1, None, {})
+        """The history as it would be if a config had been probed after so many trials of other configs."""
+        own = [trial for trial in self._trials if trial.config == config]
+        other = self.without(config)
+        other._trials[num_trials:num_trials] = own
         return other
 
     def append(self, trial: Trial) -> None:

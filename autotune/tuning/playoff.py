@@ -206,6 +206,8 @@ class PlayOff:
         if not compared:
             return math.inf
         leader = self.leader(evidence, compared)
+        if len(leader.outcomes) < MIN_ROUNDS - 1:  # it came in late, and is not the answer before it has run again
+            return math.inf
 
         def gained(entrant: Entrant, over: Entrant, **told: float) -> float:
             share = evidence.share_of_rounds(entrant.config, over.config, num_rounds)
@@ -522,8 +524,12 @@ class PlayOff:
         if not entrants:
             return None
         best = self.leader(evidence, entrants)
-        repeated = [entrant for entrant in entrants if len(entrant.outcomes) >= MIN_ROUNDS - 1]
-        if repeated and best not in repeated:  # it came in late, and has run once
+        repeated = [e for e in entrants if len(e.outcomes) >= MIN_ROUNDS - 1]
+        if (
+            base is not None and over[best.config].chance_below(0.0) < RISK
+        ):  # a proven gain is never traded for one that is not
+            repeated = [e for e in repeated if over[e.config].chance_below(0.0) < RISK]
+        if repeated:
             ahead = evidence.difference(best.config, self.leader(evidence, repeated).config)
             if ahead.chance_below(CLOSE) > RISK:
                 entrants, best = repeated, self.leader(evidence, repeated)
@@ -532,7 +538,7 @@ class PlayOff:
             proven = [entrant for entrant in as_good if over[entrant.config].chance_below(0.0) < RISK]
             if best not in proven and over[best.config].mean < CLOSE:
                 as_good.append(base)
-            elif best in proven:  # a proven gain is never traded for one that is not
+            elif best in proven:
                 as_good = proven
 
         tied = [best, *as_good]

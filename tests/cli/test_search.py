@@ -27,13 +27,13 @@ def command(*arguments):
     return [*AUTOTUNE, *map(str, arguments)]
 
 
-def run(*arguments, cwd, **options):
-    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=100, **options)
+def run(*arguments, cwd, timeout=100, **options):
+    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=timeout, **options)
 
 
-def search(*arguments, cwd):
+def search(*arguments, cwd, **options):
     """A short search; returns the parsed JSON document."""
-    done = run("search", *arguments, "--json", "--device", "cpu", cwd=cwd)
+    done = run("search", *arguments, "--json", "--device", "cpu", cwd=cwd, **options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -48,7 +48,7 @@ def answered(tmp_path_factory):
     """One finished search of a small model, in a folder of its own. It ends when the play-off is decided, long before the time."""
     folder = tmp_path_factory.mktemp("answered")
     shutil.copy(MODELS / "steady.py", folder)
-    return folder, search("steady.py", "--budget", "5m", "--trials", "5", cwd=folder)
+    return folder, search("steady.py", "--budget", "150s", "--trials", "5", cwd=folder, timeout=200)
 
 
 @pytest.fixture(autouse=True)

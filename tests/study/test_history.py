@@ -438,8 +438,9 @@ def test_what_was_ended_before_it_was_shown_to_be_slow_is_not_blamed():
 
 def test_what_was_probed_elsewhere_in_the_order_counts_as_if_it_had_been_probed_there():
     first, late, again = config(4), config(8), config(16)
-    known = history(*(trial(of, ran(of, 100.0)) for of in (first, late, again, first)))
-    other = known.as_if_probed_after(2, first)
-    assert [(one.config, one.number) for one in other.trials] == [(late, 1), (again, 2), (first, 0), (first, 3)]
+    known = history(*(trial(of, ran(of, 100.0)) for of in (first, first, late, again)))
+    assert list(known.known) == [first, late, again]
+    other = known.as_if_probed_after(1, first)
+    assert [(one.config, one.number) for one in other.trials] == [(late, 2), (first, 0), (first, 1), (again, 3)]
+    assert list(other.known) == [late, first, again]
     assert [one.number for one in known.trials] == [0, 1, 2, 3]
-    assert list(other.known) == [late, again, first]

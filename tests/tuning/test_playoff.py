@@ -541,6 +541,23 @@ def test_who_has_run_once_when_the_time_is_up_gives_way_to_the_others_unless_it_
     assert standing.answer.config == (LATE if wins else config(16))
 
 
+def test_a_proven_gain_of_who_has_run_once_is_not_given_up_for_what_is_not_proven():
+    speeds = {config(16): [100.0, 103.0], LATE: [0.0, 0.0, 106.0], BASE: [100.0, 100.0, 100.0]}
+
+    def run(candidate, number):
+        return ok(candidate, speeds[candidate][number])
+
+    made = PlayOff(Entrant(BASE), run, OBJECTIVE, seed=0)
+    made.enter(Entrant(config(16)))
+    made.play(lambda seconds, number: number < 2)
+    assert made.stake(1) < math.inf
+    made.enter(Entrant(LATE))
+    speeds[config(16)].append(101.0)
+    standing = made.play(lambda seconds, number: number < 3)
+    assert standing.answer.config == LATE
+    assert made.stake(1) == math.inf, "it is the leader, and has run once"
+
+
 def test_where_there_is_no_time_for_all_who_has_not_played_yet_comes_first():
     """Who comes in late does so because it may be the best; the others have shown what they do."""
     speeds = {config(16): 150.0, config(12): 140.0, LATE: 500.0, BASE: 100.0}

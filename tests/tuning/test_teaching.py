@@ -29,7 +29,7 @@ from autotune.tuning.anytime import answer_so_far
 from autotune.tuning.confirm import finalists_of
 from autotune.tuning.explore import measure_baseline
 from autotune.tuning.search import search
-from autotune.tuning.teaching import with_known_setups
+from autotune.tuning.teaching import in_words, with_known_setups
 from tests.closed_form import MIB, ClosedFormRunner, inspection, make_search
 from tests.notes import Notes
 from tests.records.test_priors import CONVOLUTIONAL, here, transformer
@@ -245,23 +245,29 @@ def test_the_answer_of_a_study_with_another_objective_is_not_what_a_search_start
         ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16")}, True),
         ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16", "fp16"), "inplace_activations": (False, True)}, True),
         ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16"), "num_workers": (0, 1, 2)}, True),
-        ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16"), "keep_heap": (False, True)}, False),
-        ({"amp": ("off", "bf16")}, {"amp": ("off",)}, False),
+        ({"amp": ("off", "bf16")}, {"optimizer_impl": ("default", "fused"), "compile": ("off", "default")}, True),
         ({"amp": ("off", "bf16"), "variant": ("none",)}, {"amp": ("bf16",), "variant": ("small",)}, True),
+        ({"amp": ("off", "bf16")}, {"amp": ("off",)}, True),
+        ({"amp": ("off", "bf16")}, {"amp": ("off", "bf16"), "keep_heap": (False, True)}, False),
+        ({}, {"amp": ("off", "bf16", "fp16")}, False),
+        ({}, {"amp": ("bf16",)}, False),
     ],
     ids=[
         "the same",
         "more of what rarely wins",
         "more data workers",
-        "what usually wins is new",
+        "what gains little is new, and what a short search leaves out",
+        "what is fixed was known",
         "its best cannot be tried",
-        "what is fixed",
+        "a technique is new",
+        "an arithmetic is new",
+        "what is fixed is new",
     ],
 )
-def test_a_search_starts_with_the_answer_of_a_study_that_could_try_what_usually_wins_here(
+def test_a_search_starts_with_the_answer_of_a_study_that_could_try_what_usually_gains_much_here(
     there: dict[str, tuple[Choice, ...]], here: dict[str, tuple[Choice, ...]], *, is_lent: bool
 ) -> None:
-    taught = lesson(PriorTrial(config={"amp": "bf16"}, kind=Kind.OK, speed=2.0))
+    taught = lesson(PriorTrial(config={"checkpoint_segments": 2}, kind=Kind.OK, speed=2.0))
     study = replace(taught.lessons[0].study, space=there)
     taught = replace(taught, lessons=(Lesson(study, 1.0, 1.0),))
     assert taught.first is not None, "the user has named the study"
@@ -398,6 +404,35 @@ def test_a_study_is_believed_once_its_best_gains_about_as_much_here(
     untried = space.complete({**space.baseline.as_dict(), "amp": "fp16"})
     plain = searched.cost_model.predict(searched.history, untried)
     assert (taught.predict(searched.history, untried) != plain) == is_believed
+
+
+def test_what_was_lent_is_what_was_probed_first_in_whichever_order_the_trials_stand(tmp_path: Path) -> None:
+    searched = make_search(tmp_path, Little())
+    measure_baseline(searched)
+    space = searched.history.space
+    lent, later = (
+        space.complete({**space.baseline.as_dict(), "amp": "bf16", "batch_size": batch_size}) for batch_size in (8, 16)
+    )
+    for config in (lent, later):
+        searched.probe(Proposal(config=config))
+    history, model = searched.history, CostModel(lambda: None, 200 * MIB, taught=told(bf16=1.08))
+    moved = history.as_if_probed_after(2, lent)
+    assert [config for config, _ in moved.evidence][1:] == [later, lent]
+    assert model.lent(moved) == model.lent(history) is not None
+    assert model.propose(moved) == model.propose(history)
+
+
+def test_what_failed_is_told_where_nothing_else_counts() -> None:
+    hung = PriorTrial(config={"compile": "default"}, kind=Kind.TIMEOUT)
+    amp = {"amp": ("off", "bf16")}
+    without = replace(lesson(hung).lessons[0].study, space={})
+    taught = replace(lesson(hung), lessons=(Lesson(without, 0.9, 1.0),))
+    assert (
+        in_words(taught) == "begins with what earlier searches taught: some 1 (90% alike); --no-priors begins without"
+    )
+    assert in_words(replace(taught, choices=amp)).startswith("expects to fail what failed in earlier searches: some 1")
+    nothing = replace(without, trials=without.trials[:1])
+    assert in_words(replace(taught, lessons=(Lesson(nothing, 0.9, 1.0),), choices=amp)) == ""
 
 
 def test_what_is_told_and_what_plays_rests_on_this_studys_probes_alone(tmp_path: Path) -> None:
