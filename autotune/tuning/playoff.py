@@ -518,28 +518,25 @@ class PlayOff:
         that have run in several rounds, unless it is beyond doubt clearly better than they are.
         """
         base = self._rival
+        proven: Sequence[Entrant] = entrants  # a gain over the baseline; it is never traded for one that is not
         if base is not None:
             over = {entrant.config: evidence.difference(entrant.config, base.config) for entrant in entrants}
             entrants = [entrant for entrant in entrants if over[entrant.config].chance_below(SLOWER) < RISK]
+            proven = [entrant for entrant in entrants if over[entrant.config].chance_below(0.0) < RISK]
         if not entrants:
             return None
         best = self.leader(evidence, entrants)
-        repeated = [e for e in entrants if len(e.outcomes) >= MIN_ROUNDS - 1]
-        if (
-            base is not None and over[best.config].chance_below(0.0) < RISK
-        ):  # a proven gain is never traded for one that is not
-            repeated = [e for e in repeated if over[e.config].chance_below(0.0) < RISK]
-        if repeated:
-            ahead = evidence.difference(best.config, self.leader(evidence, repeated).config)
-            if ahead.chance_below(CLOSE) > RISK:
-                entrants, best = repeated, self.leader(evidence, repeated)
+        others = proven if best in proven else entrants
+        if repeated := [entrant for entrant in others if len(entrant.outcomes) >= MIN_ROUNDS - 1]:
+            best_repeated = self.leader(evidence, repeated)
+            if evidence.difference(best.config, best_repeated.config).chance_below(CLOSE) > RISK:
+                entrants, best = repeated, best_repeated
         as_good = [e for e in entrants if evidence.levels[e.config] > evidence.levels[best.config] - CLOSE]
         if base is not None:
-            proven = [entrant for entrant in as_good if over[entrant.config].chance_below(0.0) < RISK]
             if best not in proven and over[best.config].mean < CLOSE:
                 as_good.append(base)
             elif best in proven:
-                as_good = proven
+                as_good = [entrant for entrant in as_good if entrant in proven]
 
         tied = [best, *as_good]
         is_short = any(self.objective.is_short_of_memory(entrant.measured().peak_bytes) for entrant in tied)

@@ -107,10 +107,10 @@ def in_words(taught: Taught) -> str:
     if not named:
         return ""
     studies = ", ".join(named) + (f" and {more} more" if more else "")
-    if taught.first is None:  # of the speeds that were measured there nothing counts, then
-        return (
-            f"expects to fail what failed in earlier searches: {studies}; --no-priors begins without"
-            if taught.blame
-            else ""
-        )
-    return f"begins with what earlier searches taught: {studies}; --no-priors begins without"
+    if taught.first is not None:
+        begins = "begins with what earlier searches taught"
+    elif taught.blame:  # the speeds that were measured there do not count
+        begins = "expects to fail what failed in earlier searches"
+    else:
+        return ""
+    return f"{begins}: {studies}; --no-priors begins without"
